@@ -1,0 +1,15 @@
+"""The gated delta product for JAX."""
+
+from gdp_jax.chunk import chunk_gated_delta_product
+from gdp_jax.inputs import check_inputs
+from gdp_jax.metadata import segment_ids_to_cu_seqlens
+from gdp_jax.reference import recurrent_gated_delta_product
+
+__version__ = "0.1.0"
+
+__all__ = [
+  "check_inputs",
+  "chunk_gated_delta_product",
+  "recurrent_gated_delta_product",
+  "segment_ids_to_cu_seqlens",
+]

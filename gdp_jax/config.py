@@ -1,0 +1,61 @@
+"""The one place that chooses block sizes, warps and pipeline stages."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """How one kernel is cut and compiled.
+
+  Attributes:
+    block_k: columns of K that one matrix product takes, a power of two of at least 16.
+    block_v: columns of V that one program works on, likewise.
+    num_warps: warps of 32 threads of a program.
+    num_stages: depth of the loads' software pipeline.
+  """
+
+  block_k: int = 64
+  block_v: int = 64
+  num_warps: int = 4
+  num_stages: int = 2
+
+
+def block(size: int, most: int) -> int:
+  """A power of two in [16, most]: the largest that covers `size` with the fewest idle columns.
+
+  96 is three blocks of 32, 100 is one of 128 (if `most` allows): idle columns cost as much as full
+  ones, and so does each further block, so a block may idle an eighth of what it covers.
+  """
+  best = 16
+  while best < min(size, most):
+    best *= 2
+  while best > 16 and -(-size // best) * best > size * 1.125 and best > 32:
+    best //= 2
+  return best
+
+
+def choose(stage: str, K: int, V: int, dtype) -> Config:
+  """The Config of a stage for heads of K and V channels, in bf16 or fp16 or fp32.
+
+  Nothing here may look at B, T or N: a sequence's bits must not depend on its company.
+  """
+  wide = jnp.dtype(dtype).itemsize == 4
+  if stage == "chunk_local_cumsum":
+    return Config(num_warps=2)
+  if stage == "solve_tril":
+    return Config(num_warps=4)
+  if stage in ("chunk_scaled_dot_kkt_fwd", "recompute_w_u_fwd"):
+    most = 64 if wide else 128
+    return Config(block(K, most), block(V, most), num_warps=4, num_stages=2)
+  if stage == "chunk_gated_delta_product_fwd_h":
+    # The state tile [K, block_v] lives in registers, in fp32; narrow tiles make more programs,
+    # which is what this latency-bound sweep is short of.
+    most = 32 if wide else 128
+    return Config(block(K, most), 16, num_warps=4, num_stages=1 if wide else 3 if K <= 128 else 2)
+  if stage == "chunk_gated_delta_product_fwd_o":
+    most = 32 if wide else 128
+    block_v = block(V, 64 if wide or K > 128 else 128)
+    return Config(block(K, most), block_v, num_warps=4, num_stages=1 if wide else 2)
+  raise ValueError(f"stage must be one of the kernels' names, got {stage!r}")

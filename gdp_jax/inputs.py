@@ -1,0 +1,219 @@
+"""What the operators accept: every default and every error, in one place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+IMPLEMENTATIONS = ("pallas", "xla", "interpret")
+
+
+def default_scale(scale: float | None, K: int) -> float:
+  return K**-0.5 if scale is None else float(scale)
+
+
+def check_arguments(
+  q: Any,
+  k: Any,
+  v: Any,
+  g: Any,
+  beta: Any,
+  num_householder: Any,
+  scale: Any,
+  initial_state: Any,
+  cu_seqlens: Any,
+  *,
+  allow_float64: bool = False,
+) -> jax.Array | None:
+  """Checks shapes, dtypes and combinations; reads the values of `cu_seqlens` only on the host.
+
+  Returns:
+    cu_seqlens as an array on the device, or None.
+
+  Raises:
+    TypeError: an argument is of a kind or dtype that is not taken.
+    ValueError: a shape, a combination or a value cannot be right.
+  """
+  M = num_householder
+  if isinstance(M, bool) or not isinstance(M, (int, np.integer)):
+    raise TypeError(f"num_householder must be a Python int, got {_kind(M)}")
+  if M < 1:
+    raise ValueError(f"num_householder must be at least 1, got {M}")
+  if scale is not None:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
+      raise TypeError(f"scale must be a Python float or None, got {_kind(scale)}")
+    if not np.isfinite(scale):
+      raise ValueError(f"scale must be finite, got {scale}")
+
+  wide = (jnp.float64,) if allow_float64 else ()
+  dtypes = [jnp.dtype(d) for d in (jnp.bfloat16, jnp.float16, jnp.float32, *wide)]
+  arrays = dict(q=q, k=k, v=v, beta=beta, g=g, initial_state=initial_state)
+  for name, x in arrays.items():
+    if x is None and name in ("g", "initial_state"):
+      continue
+    if not isinstance(x, (jax.Array, np.ndarray)):
+      raise TypeError(f"{name} must be a JAX or NumPy array, got {_kind(x)}")
+    if name in ("q", "k", "v") and x.dtype not in dtypes:
+      names = ", ".join(d.name for d in dtypes)
+      raise TypeError(f"{name} must have one of the dtypes {names}, got {x.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
+  for name, x in (("k", k), ("v", v)):
+    if x.dtype != q.dtype:
+      raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+
+  if q.ndim != 4:
+    raise ValueError(f"q must have shape [B, T, H, K], got {q.shape}")
+  B, T, H, K = q.shape
+  if H < 1 or K < 1:
+    raise ValueError(f"q must have at least one head and one channel, got shape {q.shape}")
+  if v.ndim != 4:
+    raise ValueError(f"v must have shape [B, T*M, HV, V], got {v.shape}")
+  HV, V = v.shape[2:]
+  R = T * M
+  if R * B >= 2**31:
+    raise ValueError(f"q and num_householder={M} make {R * B} rows, more than 2^31 - 1")
+  what = f"for q of shape {q.shape}, v of shape {v.shape} and num_householder={M}"
+  _check_shape("k", k, "[B, T*M, H, K]", (B, R, H, K), what)
+  _check_shape("v", v, "[B, T*M, HV, V]", (B, R, HV, V), what)
+  if HV < 1 or V < 1:
+    raise ValueError(f"v must have at least one head and one channel, got shape {v.shape}")
+  if HV % H:
+    raise ValueError(f"v's heads must be a multiple of q's: HV % H == 0, got HV={HV}, H={H}")
+  _check_shape("beta", beta, "[B, T*M, HV]", (B, R, HV), what)
+  if g is not None:
+    _check_shape("g", g, "[B, T, HV]", (B, T, HV), what)
+
+  cu_seqlens = _check_cu_seqlens(cu_seqlens, B, T)
+  N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  if initial_state is not None:
+    _check_shape("initial_state", initial_state, "[N, HV, K, V]", (N, HV, K, V),
+                 what + f" and N={N} sequences")  # fmt: skip
+  return cu_seqlens
+
+
+def check_implementation(implementation: Any, K: int) -> None:
+  """Raises unless `implementation` is known and can serve heads of K channels."""
+  if implementation is not None and implementation not in IMPLEMENTATIONS:
+    raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS},"
+                     f" got {implementation!r}")  # fmt: skip
+  if K > 256 and implementation in ("pallas", "interpret"):
+    raise NotImplementedError(
+      f"q and k must have at most K=256 channels a head for implementation={implementation!r},"
+      f' got K={K}; implementation="xla" has no such limit'
+    )
+
+
+def _check_cu_seqlens(cu_seqlens, B, T):
+  if cu_seqlens is None:
+    return None
+  concrete = isinstance(cu_seqlens, (list, tuple, np.ndarray))
+  if concrete:
+    cu_seqlens = np.asarray(cu_seqlens)
+  if not isinstance(cu_seqlens, (jax.Array, np.ndarray)):
+    raise TypeError(f"cu_seqlens must be an array, list or tuple, got {_kind(cu_seqlens)}")
+  if cu_seqlens.dtype not in (jnp.int32, jnp.int64):
+    raise TypeError(f"cu_seqlens must have dtype int32 or int64, got {cu_seqlens.dtype}")
+  if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+    raise ValueError(f"cu_seqlens must have shape [N+1] with N >= 1, got {cu_seqlens.shape}")
+  if B != 1:
+    raise ValueError(f"cu_seqlens packs sequences into one batch row: q must have B=1, got B={B}")
+  if concrete:
+    check_cu_seqlens_values(cu_seqlens, T)
+    # An explicit transfer, so that it also runs under jax.transfer_guard("disallow").
+    cu_seqlens = jax.device_put(cu_seqlens.astype(np.int32))
+  return cu_seqlens
+
+
+def check_cu_seqlens_values(cu_seqlens: np.ndarray, T: int) -> None:
+  """Raises ValueError unless the offsets start at 0, never decrease and end at or below T."""
+  if cu_seqlens[0] != 0:
+    raise ValueError(f"cu_seqlens must start at 0, got {cu_seqlens[0]}")
+  if (np.diff(cu_seqlens) < 0).any():
+    n = int(np.argmax(np.diff(cu_seqlens) < 0))
+    raise ValueError(f"cu_seqlens must never decrease, got {cu_seqlens[n]} before"
+                     f" {cu_seqlens[n + 1]} at entry {n + 1}")  # fmt: skip
+  if cu_seqlens[-1] > T:
+    raise ValueError(f"cu_seqlens must end at or below T={T}, got {cu_seqlens[-1]}")
+
+
+def check_inputs(
+  q: Any,
+  k: Any,
+  v: Any,
+  g: Any,
+  beta: Any,
+  num_householder: int = 1,
+  *,
+  scale: float | None = None,
+  initial_state: Any = None,
+  cu_seqlens: Any = None,
+) -> None:
+  """Checks the values too, on the host: a debugging aid that waits for the device.
+
+  Besides everything that the operators check: q, k, v, beta and initial_state are finite, g is at
+  most 0 and not NaN (-inf is a reset), beta lies in [0, 2], and cu_seqlens is in order even when
+  it lives on the device. Rows behind the last offset may hold anything.
+
+  Args:
+    q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens: as for
+      `gdp_jax.chunk_gated_delta_product`.
+
+  Raises:
+    TypeError, ValueError: naming the argument, what was expected and what was given. TypeError
+      too when called under jit, where there are no values to look at.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from gdp_jax import check_inputs
+    >>> q = k = v = jnp.ones((1, 4, 2, 8))
+    >>> check_inputs(q, k, v, jnp.full((1, 4, 2), 0.95), jnp.ones((1, 4, 2)))
+    Traceback (most recent call last):
+      ...
+    ValueError: g must be a natural-log decay, at most 0, got 0.95 at [0, 0, 0]; all of g lies in \
+[0, 1]: is it the decay itself? then pass jnp.log(g)
+  """
+  values = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens)
+  for name, x in values.items():
+    if isinstance(x, jax.core.Tracer):
+      raise TypeError(f"check_inputs reads values, but {name} is a tracer: call it outside jit")
+  check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens)
+
+  used = q.shape[1]
+  if cu_seqlens is not None:
+    offsets = np.asarray(cu_seqlens)
+    check_cu_seqlens_values(offsets, q.shape[1])
+    used = int(offsets[-1])
+  for name in ("q", "k", "v", "beta", "initial_state"):
+    x = values[name]
+    if x is None:
+      continue
+    x = np.asarray(x, np.float32)
+    if name != "initial_state":
+      x = x[:, : used if name == "q" else used * num_householder]
+    _check_values(name, x, np.isfinite(x), "must be finite")
+    if name == "beta":
+      _check_values(name, x, (x >= 0) & (x <= 2), "must be a step size in [0, 2]")
+  if g is not None:
+    x = np.asarray(g, np.float32)[:, :used]
+    hint = ""
+    if x.size and ((x >= 0) & (x <= 1)).all() and (x > 0).any():
+      hint = "; all of g lies in [0, 1]: is it the decay itself? then pass jnp.log(g)"
+    _check_values("g", x, x <= 0, "must be a natural-log decay, at most 0", hint)
+
+
+def _check_shape(name, x, letters, expected, what):
+  if x.shape != expected:
+    raise ValueError(f"{name} must have shape {letters} = {expected} {what}, got {x.shape}")
+
+
+def _check_values(name, x, good, expected, hint=""):
+  if not good.all():
+    where = np.unravel_index(int(np.argmin(good)), x.shape)
+    place = ", ".join(str(int(i)) for i in where)
+    raise ValueError(f"{name} {expected}, got {x[where]:g} at [{place}]{hint}")
+
+
+def _kind(x):
+  return f"{x!r} of type {type(x).__name__}" if np.isscalar(x) else type(x).__name__

@@ -1,0 +1,90 @@
+"""What every kernel here is written with. The only file that imports Pallas' Triton backend.
+
+A kernel sees whole arrays, flat in their first axis, and takes tiles from them by index arrays: in
+a stream [L, heads, D] the tile of some rows, one head and some columns. The mask of a tile says
+which of its elements exist; the others are read as 0 and never written.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from gdp_jax.config import Config
+
+program_id, when = pl.program_id, pl.when
+
+
+def call(kernel, *args, grid, out_shape, config: Config, implementation: str, name: str, **static):
+  """Runs `kernel(*arg_refs, *out_refs, **static)`; an argument may be None, and arrives so.
+
+  Raises:
+    ValueError: implementation is neither "pallas" nor "interpret".
+  """
+  if implementation not in ("pallas", "interpret"):
+    raise ValueError(f'implementation must be "pallas" or "interpret", got {implementation!r}')
+  interpret = implementation == "interpret"
+  if "dot" in static:
+    static["dot"] = functools.partial(dot, interpret=interpret)
+  if 0 in grid:
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
+  body = functools.partial(kernel, **static)
+  # The backend takes the kernel's name from the function.
+  named = lambda *refs: body(*refs)
+  named.__name__ = named.__qualname__ = name
+  return pl.pallas_call(
+    named,
+    grid=grid,
+    out_shape=out_shape,
+    interpret=interpret,
+    name=name,
+    compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+  )(*args)
+
+
+def tile(ref, rows, head, cols):
+  """The view of a stream [L, heads, D] that `load` and `store` take: [len(rows), len(cols)]."""
+  return ref.at[rows[:, None], head, cols[None, :]]
+
+
+def load(view, mask):
+  return plt.load(view, mask=mask, other=0)
+
+
+def store(view, value, mask):
+  plt.store(view, value.astype(view.dtype), mask=mask)
+
+
+def load_scalar(ref, *index):
+  return plt.load(ref.at[tuple(jnp.int32(i) if isinstance(i, int) else i for i in index)])
+
+
+def dot(a, b, *, trans_a=False, trans_b=False, precision=None, interpret):
+  """a @ b in fp32, operands of one dtype. fp32 operands keep fp32 accuracy: three tf32 products.
+
+  `precision="tf32"` makes do with one.
+  """
+  if a.dtype != jnp.float32:
+    precision = None
+  elif interpret:
+    precision = lax.Precision.HIGHEST
+  elif precision == "tf32":
+    precision = lax.DotAlgorithmPreset.TF32_TF32_F32
+  else:
+    precision = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+  dims = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
+  return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def blocks(size, block):
+  """Column indices [block] of each block of an axis, and which of them exist."""
+  cols = [i * block + jnp.arange(block, dtype=jnp.int32) for i in range(pl.cdiv(size, block))]
+  return [(c, c < size) for c in cols]
+
+
+def decay(g_row, g_col, keep):
+  """2^(g_row_i - g_col_j) where `keep`, else 0; masked before the exponential."""
+  return jnp.where(keep, jnp.exp2(jnp.where(keep, g_row[:, None] - g_col[None, :], 0.0)), 0.0)

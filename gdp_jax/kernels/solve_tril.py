@@ -1,0 +1,100 @@
+"""The inverse of a chunk's unit lower triangular matrix."""
+
+import jax
+import jax.numpy as jnp
+
+from gdp_jax import config, metadata
+from gdp_jax.kernels import pallas
+
+_DIAGONAL = 16  # rows of the diagonal blocks that are inverted by substitution
+
+
+def solve_tril(
+  A: jax.Array,
+  cu_seqlens: jax.Array | None = None,
+  chunk_indices: jax.Array | None = None,
+  output_dtype=jnp.float32,
+  *,
+  implementation: str = "pallas",
+) -> jax.Array:
+  """Ti = (I + A)^-1 for the strictly lower triangular A of each chunk.
+
+  Forward substitution on 16-row diagonal blocks, all of them at once, then merges of neighbours.
+  Substitution is backward stable, where a sum of powers of A is not: with repeated keys those
+  reach 1e17 before they cancel.
+
+  Args:
+    A: [B, R, HV, C], fp32; C a power of two of at least 16.
+    cu_seqlens: offsets in the row stream, int [N+1], or None.
+    chunk_indices: descriptors of the row stream; derived if omitted.
+    output_dtype: of the result. The merges run in tf32 unless it is fp32.
+    implementation: "pallas" or "interpret".
+
+  Returns:
+    Ti [B, R, HV, C]; 0 in rows of no sequence.
+
+  Source: the WY form, arXiv 2406.06484; `core.ssm.ops.gdp.solve_tril` of Megatron Core.
+  """
+  B, R, HV, C = A.shape
+  bounds = metadata.chunk_bounds(B, R, C, cu_seqlens, chunk_indices)
+  Ti = pallas.call(
+    _solve_tril_kernel,
+    bounds,
+    A.reshape(B * R, HV, C),
+    grid=(bounds.shape[0], HV),
+    out_shape=jax.ShapeDtypeStruct((B * R, HV, C), output_dtype),
+    config=config.choose("solve_tril", C, C, output_dtype),
+    implementation=implementation,
+    name="gdp_solve_tril",
+    dot=None,
+    C=C,
+  )
+  return Ti.reshape(B, R, HV, C)
+
+
+def _solve_tril_kernel(
+  bounds_ref,  # [NC, 3]
+  A_ref,  # [B*R, HV, C]
+  Ti_ref,  # [B*R, HV, C]
+  *,
+  dot,
+  C,
+):
+  """A program owns one row chunk of one value head."""
+  c, hv = pallas.program_id(0), pallas.program_id(1)
+  start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
+  D = _DIAGONAL
+  block = jnp.arange(C // D, dtype=jnp.int32)
+  d = jnp.arange(D, dtype=jnp.int32)
+
+  # X [block, row, column]: the inverses of the diagonal blocks, a row at a time,
+  # X_i = e_i - sum_{j<i} A_ij X_j.
+  eye = (d[:, None] == d[None, :]).astype(jnp.float32)
+  X = jnp.broadcast_to(eye[None], (C // D, D, D))
+  for i in range(1, D):
+    rows = start + block * D + i
+    view = A_ref.at[rows[:, None], hv, block[:, None] * D + d[None, :]]
+    A_i = pallas.load(view, (rows < stop)[:, None] & (d < i)[None, :]).astype(jnp.float32)
+    X_i = jnp.sum(A_i[:, :, None] * X, axis=1)
+    X = jnp.where((d == i)[None, :, None], X - X_i[:, None, :], X)
+
+  # Laid out as one block-diagonal [C, C] matrix.
+  same = block[:, None, None, None] == block[None, None, :, None]
+  X = jnp.where(same, X[:, :, None, :], 0.0).reshape(C, C)
+
+  i = jnp.arange(C, dtype=jnp.int32)
+  rows = start + i
+  A = pallas.load(pallas.tile(A_ref, rows, hv, i), (rows < stop)[:, None]).astype(jnp.float32)
+  precision = None if Ti_ref.dtype == jnp.float32 else "tf32"
+  shift = D.bit_length() - 1
+  size = D
+  while size < C:
+    # Pairs of inverted blocks of `size` rows become one: [[X1, 0], [-X2 A21 X1, X2]].
+    row, col = i[:, None] >> shift, i[None, :] >> shift
+    pair = (row == col + 1) & ((col & 1) == 0)
+    A_off = jnp.where(pair, A, 0.0)
+    X = X - dot(dot(X, A_off, precision=precision), X, precision=precision)
+    size, shift = 2 * size, shift + 1
+
+  Ti = jnp.where((rows < stop)[:, None], X, 0.0)
+  pallas.store(pallas.tile(Ti_ref, rows, hv, i), Ti, (rows < write_stop)[:, None])
