@@ -6,6 +6,7 @@ head dims, N sequences.
 
 from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,75 +118,149 @@ def _chunk(
   if dtype == jnp.float16:
     # The state and what is read from it may exceed fp16's range where the output does not.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+  static = _Static(implementation, num_householder, scale, output_final_state)
   args = (q, k, v, g, beta, initial_state, cu_seqlens)
-  run = partial(_forward, num_householder=num_householder, scale=scale)
   if 0 in v.shape:
-    o, final_state = _nothing(*args)
+    o, final_state = _nothing(static, *args)
   elif implementation == "xla" or (implementation is None and q.shape[-1] > 256):
-    o, final_state = run(xla, *args)
-  elif implementation is None:
-    o, final_state = lax.platform_dependent(
-      *args, cuda=partial(run, _pallas_stages("pallas")), default=partial(run, xla)
-    )
+    o, final_state, _ = _forward(static, xla, *args)  # differentiable as it is
   else:
-    o, final_state = run(_pallas_stages(implementation), *args)
-  return o.astype(dtype), final_state if output_final_state else None
+    o, final_state = _kernels(static, *args)
+  return o.astype(dtype), final_state
 
 
-def _pallas_stages(implementation):
+class _Static(NamedTuple):
+  """What a call's trace depends on besides shapes and dtypes."""
+
+  implementation: str | None
+  num_householder: int
+  scale: float
+  output_final_state: bool
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernels(static, *args):
+  o, final_state, _ = _dispatch(_forward, static, *args)
+  return o, final_state
+
+
+def _kernels_fwd(static, *args):
+  # Kept: the inputs, and Ti, R * HV * C numbers in fp32. States and v_new are recomputed: at
+  # K = V = 128 they are 2 * K * V / C + V = 640 bf16 numbers a row and head, against Ti's 64 in fp32.
+  o, final_state, Ti = _dispatch(_forward, static, *args)
+  return (o, final_state), (args, Ti)
+
+
+def _kernels_bwd(static, residuals, cotangents):
+  args, Ti = residuals
+  return *_dispatch(_backward, static, *args, Ti, *cotangents), None
+
+
+_kernels.defvjp(_kernels_fwd, _kernels_bwd)
+
+
+def _dispatch(function, static, *args):
+  """Runs `function(static, stages, *args)` with the stages that the implementation means."""
+  if static.implementation is not None:
+    return function(static, _stages(static.implementation), *args)
+  return lax.platform_dependent(
+    *args, cuda=partial(function, static, _stages("pallas")), default=partial(function, static, xla)
+  )
+
+
+def _stages(implementation):
   stages = {name: getattr(kernels, name) for name in kernels.__all__}
   return SimpleNamespace(**{n: partial(f, implementation=implementation) for n, f in stages.items()})
 
 
-def _forward(stages, q, k, v, g, beta, initial_state, cu_seqlens, *, num_householder, scale):
+def _forward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens):
   """The operator as its list of stages: `gdp_jax.xla`, or the kernels."""
-  M = num_householder
-  tokens = cu_seqlens
-  rows = token_chunks = row_chunks = None
-  if cu_seqlens is not None:
-    tokens = metadata.sanitize_cu_seqlens(cu_seqlens, q.shape[1])
-    rows = tokens * M
-    token_chunks = metadata.prepare_chunk_indices(tokens, q.shape[1])
-    row_chunks = metadata.prepare_chunk_indices(rows, k.shape[1])
+  at = _Layout(static, stages, q, g, cu_seqlens)
   beta = beta.astype(jnp.float32)
-  g_tokens = g_rows = None
-  if g is not None:
-    g_tokens = stages.chunk_local_cumsum(
-      g, cu_seqlens=tokens, chunk_indices=token_chunks
-    )
-    g_rows = stages.chunk_local_cumsum(
-      _on_first_rows(g, M), cu_seqlens=rows, chunk_indices=row_chunks
-    )
-
-  A = stages.chunk_scaled_dot_kkt_fwd(
-    k, g_rows, beta, cu_seqlens=rows, chunk_indices=row_chunks
-  )
-  Ti = stages.solve_tril(A, cu_seqlens=rows, chunk_indices=row_chunks, output_dtype=k.dtype)
-  w, u = stages.recompute_w_u_fwd(
-    k, v, beta, Ti, g_rows, cu_seqlens=rows, chunk_indices=row_chunks
-  )
-  h, v_new, final_state = stages.chunk_gated_delta_product_fwd_h(
-    k, w, u, g_rows, initial_state, output_final_state=True, cu_seqlens=rows, num_householder=M
+  A = stages.chunk_scaled_dot_kkt_fwd(k, at.g_rows, beta, **at.row_chunks)
+  Ti = stages.solve_tril(A, allow_tf32=k.dtype != jnp.float32, **at.row_chunks)
+  h, v_new, final_state = stages.chunk_gated_delta_product_fwd_wy_h(
+    k, v, beta, Ti, at.g_rows, initial_state, static.output_final_state, **at.rows
   )
   o = stages.chunk_gated_delta_product_fwd_o(
-    q, k, v_new, h, g_tokens, scale,
-    cu_seqlens=tokens, num_householder=M, chunk_indices=token_chunks,
+    q, k, v_new, h, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
+  )
+  return o, final_state, Ti
+
+
+def _backward(
+  static, stages, q, k, v, g, beta, initial_state, cu_seqlens, Ti, do, dfinal_state
+):
+  """Gradients of q, k, v, g, beta and initial_state, each in its primal's dtype."""
+  at = _Layout(static, stages, q, g, cu_seqlens)
+  wide_beta = beta.astype(jnp.float32)
+  h, v_new, _ = stages.chunk_gated_delta_product_fwd_wy_h(
+    k, v, wide_beta, Ti, at.g_rows, initial_state, output_row_states=True, **at.rows
+  )
+  dq, dk, dv, dg_tokens = stages.chunk_gated_delta_product_bwd_o(
+    q, k, v_new, h, do, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
+  )
+  dh, dres, dinitial_state = stages.chunk_gated_delta_product_bwd_h(
+    q, k, wide_beta, Ti, do, dv, at.g_rows, at.g_tokens, static.scale, dfinal_state,
+    initial_state is not None, **at.rows,
   )  # fmt: skip
-  return o, final_state
+  dk, dv, dbeta, dg_rows = stages.chunk_gated_delta_product_bwd_wy(
+    k, v, wide_beta, h, v_new, dh, dres, dk, at.g_rows, chunk_size=Ti.shape[-1], **at.rows
+  )
+  dg = None
+  if g is not None:
+    dg = (dg_tokens + dg_rows[:, :: at.M]).astype(g.dtype)
+  if initial_state is not None:
+    dinitial_state = dinitial_state.astype(initial_state.dtype)
+  return (
+    _sum_over_group(dq, q),
+    _sum_over_group(dk, k),
+    dv,
+    dg,
+    dbeta.astype(beta.dtype),
+    dinitial_state,
+  )
 
 
-def _on_first_rows(g, M):
-  """[B, T, HV] on the row stream: a token's decay belongs to its first row."""
-  B, T, HV = g.shape
-  rows = jnp.zeros((B, T, M, HV), g.dtype).at[:, :, 0].set(g)
-  return rows.reshape(B, T * M, HV)
+class _Layout:
+  """The two streams: how each is cut, and the decay summed within the chunks of each."""
+
+  def __init__(self, static, stages, q, g, cu_seqlens):
+    T, self.M = q.shape[1], static.num_householder
+    tokens = rows = token_chunks = row_chunks = None
+    if cu_seqlens is not None:
+      tokens = metadata.sanitize_cu_seqlens(cu_seqlens, T)
+      rows = tokens * self.M
+      token_chunks = metadata.prepare_chunk_indices(tokens, T)
+      row_chunks = metadata.prepare_chunk_indices(rows, T * self.M)
+    self.token_chunks = dict(cu_seqlens=tokens, chunk_indices=token_chunks)
+    self.row_chunks = dict(cu_seqlens=rows, chunk_indices=row_chunks)
+    self.rows = dict(cu_seqlens=rows, num_householder=self.M)
+    self.g_tokens = self.g_rows = None
+    if g is not None:
+      self.g_tokens = stages.chunk_local_cumsum(g, **self.token_chunks)
+      # On the row stream a token's decay belongs to its first row.
+      g_rows = jnp.zeros((*g.shape[:2], self.M, g.shape[2]), g.dtype).at[:, :, 0].set(g)
+      g_rows = g_rows.reshape(g.shape[0], -1, g.shape[2])
+      self.g_rows = stages.chunk_local_cumsum(g_rows, **self.row_chunks)
 
 
-def _nothing(q, k, v, g, beta, initial_state, cu_seqlens):
+def _sum_over_group(dx, x):
+  """Gradients of the value heads that read one query/key head, added up in fp32."""
+  B, L, H, K = x.shape
+  if dx.shape == x.shape:
+    return dx
+  return dx.reshape(B, L, H, -1, K).sum(axis=3, dtype=jnp.float32).astype(x.dtype)
+
+
+def _nothing(static, q, k, v, g, beta, initial_state, cu_seqlens):
   """No tokens, or no sequences: the state stays as it was."""
-  B, T = q.shape[:2]
+  B, T, _, K = q.shape
   HV, V = v.shape[2:]
-  N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  o = jnp.zeros((B, T, HV, V), v.dtype)
+  if not static.output_final_state:
+    return o, None
   if initial_state is None:
-    initial_state = jnp.zeros((N, HV, q.shape[-1], V), jnp.float32)
-  return jnp.zeros((B, T, HV, V), v.dtype), initial_state.astype(jnp.float32)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    initial_state = jnp.zeros((N, HV, K, V))
+  return o, initial_state.astype(jnp.float32)

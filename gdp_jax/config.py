@@ -45,11 +45,15 @@ def choose(stage: str, K: int, V: int, dtype) -> Config:
   if stage == "chunk_local_cumsum":
     return Config(num_warps=2)
   if stage == "solve_tril":
-    return Config(num_warps=4)
+    return Config(num_warps=2)
   if stage in ("chunk_scaled_dot_kkt_fwd", "recompute_w_u_fwd"):
     most = 64 if wide else 128
     return Config(block(K, most), block(V, most), num_warps=4, num_stages=2)
-  if stage == "chunk_gated_delta_product_fwd_h":
+  if stage in (
+    "chunk_gated_delta_product_fwd_h",
+    "chunk_gated_delta_product_fwd_wy_h",
+    "chunk_gated_delta_product_bwd_h",
+  ):
     # The state tile [K, block_v] lives in registers, in fp32; narrow tiles make more programs,
     # which is what this latency-bound sweep is short of.
     most = 32 if wide else 128
@@ -58,4 +62,7 @@ def choose(stage: str, K: int, V: int, dtype) -> Config:
     most = 32 if wide else 128
     block_v = block(V, 64 if wide or K > 128 else 128)
     return Config(block(K, most), block_v, num_warps=4, num_stages=1 if wide else 2)
+  if stage in ("chunk_gated_delta_product_bwd_o", "chunk_gated_delta_product_bwd_wy"):
+    most = 32 if wide else 64
+    return Config(block(K, most), block(V, most), num_warps=4, num_stages=1)
   raise ValueError(f"stage must be one of the kernels' names, got {stage!r}")

@@ -38,15 +38,17 @@ def chunk_scaled_dot_kkt_fwd(
   beta = chunks.split(beta)
   kk = _einsum("cihk,cjhk->cihj", chunks.split(k), chunks.split(k))
   A = _repeat_heads(kk, beta.shape[2]) * beta[..., None]
-  i = jnp.arange(chunk_size)
-  lower = (i[:, None] > i[None, :])[None, :, None, :]
+  lower = chunks.pairs(jnp.greater)
   A = jnp.where(lower, A, 0)
   if g is not None:
     A = A * _decay(chunks.split(g), chunks.split(g), lower)
   return chunks.join(A).astype(output_dtype)
 
 
-def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32):
+def solve_tril(
+  A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False
+):
+  del allow_tf32  # there is no faster solver to allow
   C = A.shape[-1]
   chunks = _Chunks(A, C, cu_seqlens, chunk_indices)
   L = jnp.swapaxes(chunks.split(A), 1, 2)
@@ -72,57 +74,74 @@ def chunk_gated_delta_product_fwd_h(
   k, w, u, g=None, initial_state=None, output_final_state=False, chunk_size=CHUNK_SIZE,
   cu_seqlens=None, num_householder=1,
 ):  # fmt: skip
-  B, R, HV, K = w.shape
-  V, M, C = u.shape[-1], num_householder, chunk_size
-  # All M row chunks of a token chunk in a row: the table of token chunks, times M.
-  tokens = None if cu_seqlens is None else cu_seqlens // M
-  chunks = _Chunks(k, C * M, cu_seqlens, _token_chunk_indices(tokens, R // M, C))
+  def v_new(x, S):
+    return x["u"] - _einsum("bihk,bhkv->bihv", x["w"], S)
+
+  return _sweep(
+    v_new, k, dict(w=w, u=u), u, g, initial_state, output_final_state, chunk_size, cu_seqlens,
+    num_householder, num_householder,
+  )  # fmt: skip
+
+
+def chunk_gated_delta_product_fwd_wy_h(
+  k, v, beta, A, g=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+  num_householder=1, output_row_states=False,
+):  # fmt: skip
+  def v_new(x, S):
+    kS = _einsum("bihk,bhkv->bihv", x["k"], S) * jnp.exp2(x["g"])[..., None]
+    return _einsum("bihj,bjhv->bihv", x["A"], x["beta"][..., None] * (x["v"] - kS))
+
+  return _sweep(
+    v_new, k, dict(v=v, beta=beta, A=A), v, g, initial_state, output_final_state, A.shape[-1],
+    cu_seqlens, num_householder, 1 if output_row_states else num_householder,
+  )  # fmt: skip
+
+
+def _sweep(
+  v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M, stride
+):
+  """S <- 2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T over the row chunks of each sequence.
+
+  `v_new(x, S)` is a row chunk's v_new from its arrays x; states are returned at every `stride`-th
+  row chunk of a token chunk.
+  """
+  B, R, HV, V = like.shape
+  K = k.shape[-1]
+  chunks, xs = _token_chunks(k, C, cu_seqlens, M)
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
   S0 = jnp.zeros((N, HV, K, V), jnp.float32) if initial_state is None else initial_state
   S0 = S0.astype(jnp.float32)
-
-  # [NC, M*C, ...] -> [NC per batch row, B, M, C, ...]
-  def xs(x):
-    x = chunks.split(x)
-    x = x.reshape(B if cu_seqlens is None else 1, -1, M, C, *x.shape[2:])
-    return jnp.swapaxes(x, 0, 1)
+  inputs = {name: xs(x) for name, x in arrays.items()}
+  inputs["k"] = xs(_repeat_heads(k, HV))
+  inputs["g"] = chunks.hold_last(xs(jnp.zeros((B, R, HV)) if g is None else g))
 
   def step(S, x):
+    x, where = x
     if cu_seqlens is not None:
-      S = jnp.where(x["first"], S0[x["sequence"]][None], S)
-    h, v_new = S, []
+      S = jnp.where(where["first"], S0[where["sequence"]][None], S)
+    states, out = [], []
     for m in range(M):
-      k, w, u, g = (x[name][:, m] for name in "kwug")
-      v_m = u - _einsum("bihk,bhkv->bihv", w, S)
-      g_last = g[:, -1]
-      k = k * jnp.exp2(g_last[:, None] - g)[..., None]
-      S = S * jnp.exp2(g_last)[..., None, None] + _einsum("bihk,bihv->bhkv", k, v_m)
-      v_new.append(v_m)
-    return S, (h, jnp.stack(v_new, 1), S)
+      if m % stride == 0:
+        states.append(S)
+      x_m = {name: a[:, m] for name, a in x.items()}
+      v_m = v_new(x_m, S)
+      g_last = x_m["g"][:, -1]
+      k_m = x_m["k"] * jnp.exp2(g_last[:, None] - x_m["g"])[..., None]
+      S = S * jnp.exp2(g_last)[..., None, None] + _einsum("bihk,bihv->bhkv", k_m, v_m)
+      out.append(v_m)
+    return S, (jnp.stack(states, 1), jnp.stack(out, 1), S)
 
-  if g is None:
-    g = jnp.zeros((B, R, HV), jnp.float32)
-  inputs = dict(k=xs(_repeat_heads(k, HV)), w=xs(w), u=xs(u), g=chunks.hold_last(xs(g)))
-  S = S0
-  if cu_seqlens is not None:
-    sequence, chunk = chunks.indices[:, 0], chunks.indices[:, 1]
-    sequence = jnp.minimum(sequence, N - 1)
-    inputs |= dict(first=chunk == 0, sequence=sequence)
-    S = jnp.zeros((1, HV, K, V), jnp.float32)
-  final, (h, v_new, ends) = lax.scan(step, S, inputs)
+  where = chunks.sequences(N)
+  S = S0 if cu_seqlens is None else jnp.zeros((1, HV, K, V), jnp.float32)
+  final, (h, v_new, ends) = lax.scan(step, S, (inputs, where))
 
-  v_new = jnp.swapaxes(v_new, 0, 1).reshape(-1, M * C, HV, V)
-  h = jnp.swapaxes(h, 0, 1)
   if cu_seqlens is not None:
     # A sequence ends where its last chunk does; an empty one where it began.
-    real = metadata.num_chunks(R // M, N, C)
-    bounds = metadata.sequence_bounds(B, R, M, C, cu_seqlens)[:N]
-    count = -(-(bounds[:, 1] - bounds[:, 0]) // (C * M))
-    last = jnp.clip(bounds[:, 3] + count - 1, 0, max(ends.shape[0] - 1, 0))
+    _, last, count = _sequence_ends(cu_seqlens, R, M, C)
     final = jnp.where((count > 0)[:, None, None, None], ends[last, 0], S0)
-    used = jnp.arange(real) < bounds[-1, 3] + count[-1]
-    h = jnp.where(used[None, :, None, None, None], h[:, :real], 0)
-  return h.astype(k.dtype), chunks.join(v_new).astype(u.dtype), final if output_final_state else None
+  h = _used_states(h, cu_seqlens, R, M, C).astype(k.dtype)
+  v_new = chunks.join(_rows(v_new)).astype(like.dtype)
+  return h, v_new, final if output_final_state else None
 
 
 def chunk_gated_delta_product_fwd_o(
@@ -134,10 +153,8 @@ def chunk_gated_delta_product_fwd_o(
   chunks = _Chunks(q, C, cu_seqlens, chunk_indices)
   rows = lambda x: chunks.split(x.reshape(*x.shape[:1], -1, M, *x.shape[2:]))  # [NC, C, M, ...]
   q = _repeat_heads(chunks.split(q), HV)
-  h = h.astype(jnp.float32).reshape(-1, *h.shape[2:])
-  h = jnp.pad(h, [(0, q.shape[0] - h.shape[0])] + [(0, 0)] * 3)  # the padding's chunks
-  i = jnp.arange(C)
-  causal = (i[:, None] >= i[None, :])[None, :, None, :]
+  h = _pad_chunks(h.astype(jnp.float32).reshape(-1, *h.shape[2:]), q.shape[0])
+  causal = chunks.pairs(jnp.greater_equal)
   decay = causal.astype(jnp.float32)
   if g is not None:
     g = chunks.split(g)
@@ -147,6 +164,155 @@ def chunk_gated_delta_product_fwd_o(
     q = q * jnp.exp2(g)[..., None]
   o = _einsum("cihk,chkv->cihv", q, h) + _einsum("cmihj,cjmhv->cihv", attn, rows(v))
   return (scale * chunks.join(o)).astype(v.dtype)
+
+
+def chunk_gated_delta_product_bwd_o(
+  q, k, v, h, do, g=None, scale=None, cu_seqlens=None, chunk_size=CHUNK_SIZE, num_householder=1,
+  chunk_indices=None,
+):  # fmt: skip
+  B, T = q.shape[:2]
+  M, C, HV = num_householder, chunk_size, v.shape[2]
+  scale = q.shape[-1] ** -0.5 if scale is None else scale
+  chunks = _Chunks(q, C, cu_seqlens, chunk_indices)
+  rows = lambda x: chunks.split(x.reshape(B, T, M, *x.shape[2:]))  # [NC, C, M, ...]
+  q, do = _repeat_heads(chunks.split(q), HV), chunks.split(do)
+  k_rows, v_rows = _repeat_heads(rows(k), HV, axis=3), rows(v)
+  h = _pad_chunks(h.astype(jnp.float32).reshape(-1, M, *h.shape[2:])[:, 0], q.shape[0])
+
+  causal = chunks.pairs(jnp.greater_equal)
+  E = scale * causal.astype(jnp.float32)
+  into = jnp.full(q.shape[:3], scale)  # the factor of what the state adds
+  if g is not None:
+    g_chunks = chunks.split(g)
+    E, into = scale * _decay(g_chunks, g_chunks, causal), scale * jnp.exp2(g_chunks)
+  P = _einsum("cihk,cjmhk->cmihj", q, k_rows) * E[:, None]
+  dP = _einsum("cihv,cjmhv->cmihj", do, v_rows)
+  dv = _einsum("cmihj,cihv->cjmhv", P, do)
+  dk = _einsum("cmihj,cihk->cjmhk", dP * E[:, None], q)
+  dq_state = into[..., None] * _einsum("cihv,chkv->cihk", do, h)
+  dq = dq_state + _einsum("cmihj,cjmhk->cihk", dP * E[:, None], k_rows)
+
+  join_rows = lambda x, like: chunks.join(x).reshape(B, T * M, *x.shape[3:]).astype(like.dtype)
+  dg = None
+  if g is not None:
+    # A pair of one token has no decay between it: left out, not subtracted from itself.
+    X = jnp.where(chunks.pairs(jnp.greater)[:, None], P * dP, 0)
+    dG = jnp.sum(X, (1, 4)) - jnp.swapaxes(jnp.sum(X, (1, 2)), 1, 2) + jnp.sum(q * dq_state, -1)
+    dg = chunks.join(jnp.cumsum(dG[:, ::-1], axis=1)[:, ::-1])
+  return chunks.join(dq).astype(k.dtype), join_rows(dk, k), join_rows(dv, v), dg
+
+
+def chunk_gated_delta_product_bwd_h(
+  q, k, beta, A, do, dv, g=None, g_tokens=None, scale=None, dfinal_state=None,
+  output_dinitial_state=True, cu_seqlens=None, num_householder=1,
+):  # fmt: skip
+  B, R, HV, V = dv.shape
+  K, M, C = k.shape[-1], num_householder, A.shape[-1]
+  scale = K**-0.5 if scale is None else scale
+  chunks, xs = _token_chunks(k, C, cu_seqlens, M)
+  N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  dfinal = jnp.zeros((N, HV, K, V)) if dfinal_state is None else dfinal_state
+  inputs = dict(k=xs(_repeat_heads(k, HV)), beta=xs(beta), A=xs(A), dv=xs(dv))
+  inputs["g"] = chunks.hold_last(xs(jnp.zeros((B, R, HV)) if g is None else g))
+
+  def token_xs(x):  # [chunk, B, C, ...]; the token stream has the row stream's chunks
+    x = _Chunks(x, C, None if cu_seqlens is None else cu_seqlens // M).split(x)
+    return jnp.swapaxes(x.reshape(B, -1, C, *x.shape[2:]), 0, 1)
+
+  into = scale if g_tokens is None else scale * jnp.exp2(token_xs(g_tokens))[..., None]
+  tokens = dict(q=into * token_xs(_repeat_heads(q, HV)), do=token_xs(do))
+
+  def step(dS, x):
+    x, token, where = x
+    if cu_seqlens is not None:
+      dS = jnp.where(where["last"], dfinal[where["sequence"]][None], dS)
+    states, out = [], []
+    for m in reversed(range(M)):
+      k, beta, A, dv, g = (x[name][:, m] for name in ("k", "beta", "A", "dv", "g"))
+      states.append(dS)
+      g_last = g[:, -1]
+      to_end = jnp.exp2(g_last[:, None] - g)[..., None]
+      dv = dv + to_end * _einsum("bihk,bhkv->bihv", k, dS)
+      dres = _einsum("bihj,bihv->bjhv", A, dv)
+      k = k * (beta * jnp.exp2(g))[..., None]
+      dS = dS * jnp.exp2(g_last)[..., None, None] - _einsum("bihk,bihv->bhkv", k, dres)
+      out.append(dres)
+    dS = dS + _einsum("bihk,bihv->bhkv", token["q"], token["do"])
+    return dS, (jnp.stack(states[::-1], 1), jnp.stack(out[::-1], 1), dS)
+
+  where = chunks.sequences(N)
+  dS = dfinal if cu_seqlens is None else jnp.zeros((1, HV, K, V))
+  if cu_seqlens is not None:
+    first, last, count = _sequence_ends(cu_seqlens, R, M, C)
+    # Not by the chunk's number in its sequence: the padding's chunks follow the last sequence.
+    is_last = jnp.zeros(chunks.indices.shape[0], bool).at[last].max(count > 0)
+    where["last"] = is_last
+  dinitial, (dh, dres, starts) = lax.scan(step, dS, (inputs, tokens, where), reverse=True)
+  if cu_seqlens is not None:
+    dinitial = jnp.where((count > 0)[:, None, None, None], starts[first, 0], dfinal)
+  dh = _used_states(dh, cu_seqlens, R, M, C).astype(k.dtype)
+  dres = chunks.join(_rows(dres)).astype(dv.dtype)
+  return dh, dres, dinitial if output_dinitial_state else None
+
+
+def chunk_gated_delta_product_bwd_wy(
+  k, v, beta, h, v_new, dh, dres, dk, g=None, cu_seqlens=None, chunk_size=CHUNK_SIZE,
+  num_householder=1,
+):  # fmt: skip
+  M, C = num_householder, chunk_size
+  B, R, HV, _ = v.shape
+  chunks, _ = _token_chunks(k, C, cu_seqlens, M)
+
+  def split(x):  # [NC * M, C, ...]
+    x = chunks.split(x)
+    return x.reshape(-1, C, *x.shape[2:])
+
+  def join(x):
+    return chunks.join(x.reshape(-1, M * C, *x.shape[2:]))
+
+  valid = chunks.valid.reshape(-1, C)
+  i = jnp.arange(C)
+  lower = (valid[:, :, None] & (i[:, None] > i))[:, :, None, :]
+  S, dS = (
+    _pad_chunks(x.astype(jnp.float32).reshape(-1, *x.shape[2:]), valid.shape[0]) for x in (h, dh)
+  )
+  k_c, v_c, beta_c, v_new = _repeat_heads(split(k), HV), split(v), split(beta), split(v_new)
+  dres = split(dres)
+  G = jnp.zeros((valid.shape[0], C, HV)) if g is None else split(g)
+  last = jnp.maximum(jnp.sum(valid, axis=1) - 1, 0)
+  G_last = jnp.take_along_axis(G, last[:, None, None], axis=1)
+  to_end = jnp.where(valid[..., None], jnp.exp2(G_last - jnp.where(valid[..., None], G, G_last)), 0)
+  from_start = jnp.exp2(G)
+
+  via_dS = _einsum("cihv,chkv->cihk", v_new, dS)
+  via_S = _einsum("cihv,chkv->cihk", dres, S)
+  kk = _einsum("cihk,cjhk->cihj", k_c, k_c)
+  W = -_einsum("cihv,cjhv->cihj", dres, v_new) * _decay(G, G, lower)
+  z = from_start * jnp.sum(k_c * via_S, -1)
+  dbeta = jnp.sum(dres * v_c, -1) - z + jnp.sum(W * kk, -1)
+  W = beta_c[..., None] * W
+  dk = split(dk) + to_end[..., None] * via_dS - (beta_c * from_start)[..., None] * via_S
+  dk = dk + _einsum("cihj,cjhk->cihk", W, k_c) + _einsum("cihj,cihk->cjhk", W, k_c)
+  dg = None
+  if g is not None:
+    # Rows of one token have no decay between them: such pairs are left out of the sums, in which
+    # they would only cancel.
+    row = (jnp.arange(valid.shape[0])[:, None] % M) * C + i
+    token = row // M
+    other = token[:, :, None] != token[:, None, :]
+    Z = jnp.where(other[:, :, None, :], W * kk, 0)
+    last_token = jnp.take_along_axis(token, last[:, None], axis=1)
+    y = jnp.where((token != last_token)[..., None], to_end * jnp.sum(k_c * via_dS, -1), 0)
+    dG = jnp.sum(Z, 3) - jnp.swapaxes(jnp.sum(Z, 1), 1, 2) - beta_c * z - y
+    end = jnp.sum(y, 1) + jnp.exp2(G_last[:, 0]) * jnp.sum(S * dS, (2, 3))
+    dg = join(jnp.cumsum(dG[:, ::-1], axis=1)[:, ::-1] + end[:, None])
+  dv = join(beta_c[..., None] * dres)
+  return join(dk).astype(k.dtype), dv.astype(v.dtype), join(dbeta), dg
+
+
+def _pad_chunks(x, count):
+  """[chunk, ...] with chunks of zeros for the padding's, which store no state."""
+  return jnp.pad(x, [(0, count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 
 class _Chunks:
@@ -171,6 +337,12 @@ class _Chunks:
       rows = jnp.arange(self.count * chunk_size).reshape(self.count, chunk_size)
       self.valid = jnp.tile(rows < self.length, (self.batch, 1))
 
+  def pairs(self, compare):
+    """Which pairs (i, j) of a chunk's rows have i valid and compare(i, j): bool [NC, C, 1, C]."""
+    i = jnp.arange(self.size)
+    # Only valid i: a row past the end has no decay, and its difference to others no sign.
+    return (self.valid[:, :, None] & compare(i[:, None], i))[:, :, None, :]
+
   def split(self, x):
     x = x.astype(jnp.float32)
     if self.packed:
@@ -185,6 +357,13 @@ class _Chunks:
     x = x.reshape(self.batch, self.count * self.size, *x.shape[2:])
     return x[:, : self.length]
 
+  def sequences(self, N):
+    """Of each chunk of a packed stream: its sequence, and whether it is the sequence's first."""
+    if not self.packed:
+      return None
+    sequence, chunk = self.indices[:, 0], self.indices[:, 1]
+    return dict(sequence=jnp.minimum(sequence, N - 1), first=chunk == 0)
+
   def hold_last(self, g):
     """Carries the last valid row of [NC, B, M, C, HV] cumulative decays on over the padding."""
     n, b, m, c, _ = g.shape
@@ -194,10 +373,45 @@ class _Chunks:
     return jnp.where(valid[..., None], g, held)
 
 
-def _token_chunk_indices(cu_seqlens, length, chunk_size):
-  if cu_seqlens is None:
-    return None
-  return metadata.prepare_chunk_indices(cu_seqlens, length, chunk_size)
+def _token_chunks(k, C, cu_seqlens, M):
+  """The row stream [B, R, ...] cut by token chunks, and a function to [chunk, B, M, C, ...]."""
+  indices = None
+  if cu_seqlens is not None:
+    indices = metadata.prepare_chunk_indices(cu_seqlens // M, k.shape[1] // M, C)
+  chunks = _Chunks(k, C * M, cu_seqlens, indices)
+  B = k.shape[0]
+
+  def xs(x):
+    x = chunks.split(x)
+    return jnp.swapaxes(x.reshape(B, -1, M, C, *x.shape[2:]), 0, 1)
+
+  return chunks, xs
+
+
+def _rows(x):
+  """[chunk, B, M, C, ...] -> [B * chunk, M * C, ...], what `_Chunks.join` takes."""
+  x = jnp.swapaxes(x, 0, 1)
+  return x.reshape(-1, x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def _sequence_ends(cu_seqlens, R, M, C):
+  """First and last token chunk of each packed sequence, and how many it has."""
+  bounds = metadata.sequence_bounds(1, R, M, C, cu_seqlens)[:-1]
+  count = -(-(bounds[:, 1] - bounds[:, 0]) // (C * M))
+  first = bounds[:, 3]
+  most = max(metadata.num_chunks(R // M, cu_seqlens.shape[0], C) - 1, 0)
+  return jnp.clip(first, 0, most), jnp.clip(first + count - 1, 0, most), count
+
+
+def _used_states(h, cu_seqlens, R, M, C):
+  """[chunk, B, stride, ...] -> [B, chunk * stride, ...] without the padding's chunks; unused 0."""
+  h = jnp.swapaxes(h, 0, 1)
+  if cu_seqlens is not None:
+    first, _, count = _sequence_ends(cu_seqlens, R, M, C)
+    h = h[:, : metadata.num_chunks(R // M, cu_seqlens.shape[0] - 1, C)]
+    used = jnp.arange(h.shape[1]) < jnp.sum(count)
+    h = jnp.where(used.reshape(1, -1, *[1] * (h.ndim - 2)), h, 0)
+  return h.reshape(h.shape[0], -1, *h.shape[3:])
 
 
 def _decay(g_row, g_col, keep):

@@ -1,4 +1,4 @@
-"""The sweep of the state over a sequence's chunks."""
+"""The sweep of the state over a sequence's chunks, forward and backward."""
 
 import jax
 import jax.numpy as jnp
@@ -48,52 +48,111 @@ def chunk_gated_delta_product_fwd_h(
   Source: DESIGN of Gated Delta Networks' chunked form, arXiv 2412.06464; `core.ssm.ops.gdp.chunk_h`
   of Megatron Core.
   """
-  B, R, HV, K = w.shape
-  V, M = u.shape[-1], num_householder
-  bounds = metadata.sequence_bounds(B, R, M, chunk_size, cu_seqlens)
-  if cu_seqlens is None:
-    N, NC = B, -(-(R // M) // chunk_size)
-  else:
-    N = cu_seqlens.shape[0] - 1
-    NC = metadata.num_chunks(R // M, N, chunk_size)
+  return _fwd_h(
+    k, u, w, None, None, g, initial_state, output_final_state, chunk_size, cu_seqlens,
+    num_householder, num_householder, implementation, "chunk_gated_delta_product_fwd_h",
+  )  # fmt: skip
+
+
+def chunk_gated_delta_product_fwd_wy_h(
+  k: jax.Array,
+  v: jax.Array,
+  beta: jax.Array,
+  A: jax.Array,
+  g: jax.Array | None = None,
+  initial_state: jax.Array | None = None,
+  output_final_state: bool = False,
+  cu_seqlens: jax.Array | None = None,
+  num_householder: int = 1,
+  output_row_states: bool = False,
+  *,
+  implementation: str = "pallas",
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """`recompute_w_u_fwd` and `chunk_gated_delta_product_fwd_h` in one: w and u are never written.
+
+  v_new = Ti (beta (v - 2^G (k S))) is u - w S with one more dependent product, less traffic, and
+  less rounding: what is rounded is the difference, not its two parts.
+
+  Args:
+    k, v, beta: keys [B, R, H, K], values [B, R, HV, V], step sizes [B, R, HV].
+    A: the inverted block Ti [B, R, HV, C].
+    g, initial_state, output_final_state, cu_seqlens, num_householder, implementation: as for
+      `chunk_gated_delta_product_fwd_h`.
+    output_row_states: store S at the start of each row chunk, as the backward pass needs it.
+
+  Returns:
+    h, v_new, final_state as `chunk_gated_delta_product_fwd_h`; with output_row_states h is
+    [B, NC * M, HV, K, V], row chunk m of token chunk c at c*M + m.
+
+  Source: this project.
+  """
+  stride = 1 if output_row_states else num_householder
+  return _fwd_h(
+    k, v, None, A, beta, g, initial_state, output_final_state, A.shape[-1], cu_seqlens,
+    num_householder, stride, implementation, "chunk_gated_delta_product_fwd_wy_h",
+  )  # fmt: skip
+
+
+def _fwd_h(
+  k, x, w, A, beta, g, initial_state, output_final_state, C, cu_seqlens, M, stride,
+  implementation, stage,
+):  # fmt: skip
+  """Both forward sweeps; x is u where there is w, else v."""
+  B, R, HV, V = x.shape
+  K = k.shape[-1]
+  N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
+  per_chunk = M // stride
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
-  cfg = config.choose("chunk_gated_delta_product_fwd_h", K, V, k.dtype)
-  final_state = jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_final_state else None
+  cfg = config.choose(stage, K, V, k.dtype)
   h, v_new, final_state = pallas.call(
     _fwd_h_kernel,
     bounds,
     flat(k),
+    flat(x),
     flat(w),
-    flat(u),
+    flat(A),
+    flat(beta),
     flat(g),
     initial_state,
     grid=(bounds.shape[0], HV, -(-V // cfg.block_v)),
     out_shape=(
-      jax.ShapeDtypeStruct((B * NC, HV, K, V), k.dtype),
-      jax.ShapeDtypeStruct((B * R, HV, V), u.dtype),
-      final_state,
+      jax.ShapeDtypeStruct((B * NC * per_chunk, HV, K, V), k.dtype),
+      jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
+      jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_final_state else None,
     ),
     config=cfg,
     implementation=implementation,
-    name="gdp_chunk_fwd_h",
+    name="gdp_" + stage,
     dot=None,
-    C=chunk_size,
+    C=C,
     M=M,
     N=N,
+    stride=stride,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
-  return h.reshape(B, NC, HV, K, V), v_new.reshape(B, R, HV, V), final_state
+  return h.reshape(B, NC * per_chunk, HV, K, V), v_new.reshape(B, R, HV, V), final_state
+
+
+def _sequences(B, R, M, C, cu_seqlens):
+  """Number of sequences, of token chunks a batch row, and where they lie."""
+  bounds = metadata.sequence_bounds(B, R, M, C, cu_seqlens)
+  if cu_seqlens is None:
+    return B, -(-(R // M) // C), bounds
+  N = cu_seqlens.shape[0] - 1
+  return N, metadata.num_chunks(R // M, N, C), bounds
 
 
 def _fwd_h_kernel(
   bounds_ref,  # [N or N+1, 4]
   k_ref,  # [B*R, H, K]
-  w_ref,  # [B*R, HV, K]
-  u_ref,  # [B*R, HV, V]
+  x_ref,  # [B*R, HV, V]: u where there is w, else v
+  w_ref,  # [B*R, HV, K] or None
+  Ti_ref,  # [B*R, HV, C] or None, with
+  beta_ref,  # [B*R, HV] or None
   g_ref,  # [B*R, HV] or None
   initial_ref,  # [N, HV, K, V] or None
-  h_ref,  # [B*NC, HV, K, V]
+  h_ref,  # [B*NC*(M/stride), HV, K, V]
   v_new_ref,  # [B*R, HV, V]
   final_ref,  # [N, HV, K, V] or None
   *,
@@ -101,6 +160,7 @@ def _fwd_h_kernel(
   C,
   M,
   N,
+  stride,
   block_k,
   block_v,
 ):
@@ -109,67 +169,269 @@ def _fwd_h_kernel(
   Sequence N is the padding behind the last offset: the same walk with no valid row writes zeros.
   """
   n, hv, block = (pallas.program_id(i) for i in range(3))
-  HV = u_ref.shape[1]
-  h = hv // (HV // k_ref.shape[1])
+  HV = x_ref.shape[1]
+  head = hv // (HV // k_ref.shape[1])
   start, stop, write_stop, chunk0 = (pallas.load_scalar(bounds_ref, n, i) for i in range(4))
+  slot0 = chunk0 * (M // stride)
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  v_exists = (v_cols < u_ref.shape[2])[None, :]
+  v_exists = (v_cols < x_ref.shape[2])[None, :]
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
-
-  def state_view(ref, index, k_cols):
-    return ref.at[index, hv, k_cols[:, None], v_cols[None, :]]
-
-  def store_state(ref, index, S, where):
-    for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
-      pallas.store(state_view(ref, index, cols), S_b, exists[:, None] & v_exists & where)
+  state = _State(hv, k_blocks, v_cols, v_exists)
 
   def row_chunk(c, S):
     first_row = start + c * C
     rows = first_row + i
     valid = (rows < stop)[:, None]
-    # Only at a token chunk's start; beyond the last valid row there is no token chunk.
-    keep = (lax.rem(c, M) == 0) & (first_row < stop)
-    store_state(h_ref, chunk0 + lax.div(c, M), S, keep)
-    v_new = pallas.load(pallas.tile(u_ref, rows, hv, v_cols), valid & v_exists)
-    v_new = v_new.astype(jnp.float32)
-    for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
-      w = pallas.load(pallas.tile(w_ref, rows, hv, cols), valid & exists[None, :])
-      v_new -= dot(w, S_b.astype(w.dtype))
+    # Beyond the last valid row there is no chunk, and no place to store its state.
+    keep = (lax.rem(c, stride) == 0) & (first_row < stop)
+    state.store(h_ref, slot0 + lax.div(c, stride), S, keep)
+    k = [
+      pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      for cols, exists in k_blocks
+    ]
+    x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), valid & v_exists).astype(jnp.float32)
+    if g_ref is not None:
+      g = pallas.load(g_ref.at[rows, hv], rows < stop)
+    if w_ref is not None:
+      v_new = x
+      for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
+        w = pallas.load(pallas.tile(w_ref, rows, hv, cols), valid & exists[None, :])
+        v_new -= dot(w, S_b.astype(w.dtype))
+    else:
+      kS = sum(dot(k_b, S_b.astype(k_b.dtype)) for k_b, S_b in zip(k, S, strict=True))
+      if g_ref is not None:
+        kS *= jnp.exp2(g)[:, None]
+      beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
+      Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
+      residual = (beta[:, None] * (x - kS)).astype(Ti.dtype)
+      v_new = dot(Ti, residual, precision=_inverse_precision(k_ref))
     written = (rows < write_stop)[:, None]
     pallas.store(pallas.tile(v_new_ref, rows, hv, v_cols), v_new, written & v_exists)
 
     if g_ref is not None:
-      last = jnp.minimum(first_row + C, stop) - 1
-      g_last = pallas.load(g_ref.at[last, hv], first_row < stop)
-      g = pallas.load(g_ref.at[rows, hv], rows < stop)
-      # Rows past the end have g = 0 here; v_new is 0 there, and the exponent must stay finite.
-      v_new *= jnp.exp2(jnp.where(rows < stop, g_last - g, 0.0))[:, None]
+      to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
+      v_new *= to_end[:, None]
       S = [S_b * jnp.exp2(g_last) for S_b in S]
     v_new = v_new.astype(k_ref.dtype)
-    new = []
-    for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
-      k = pallas.load(pallas.tile(k_ref, rows, h, cols), valid & exists[None, :])
-      new.append(S_b + dot(k, v_new, trans_a=True))
-    return tuple(new)
+    return tuple(S_b + dot(k_b, v_new, trans_a=True) for S_b, k_b in zip(S, k, strict=True))
 
-  S = []
-  for cols, exists in k_blocks:
-    if initial_ref is None:
-      S.append(jnp.zeros((block_k, block_v), jnp.float32))
-    else:
-      view = state_view(initial_ref, jnp.minimum(n, N - 1), cols)
-      S.append(pallas.load(view, exists[:, None] & v_exists & real).astype(jnp.float32))
+  S = state.load(initial_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
   chunks = lax.div(write_stop - start + (C - 1), C)
-  S = lax.fori_loop(0, chunks, row_chunk, tuple(S))
+  S = lax.fori_loop(0, chunks, row_chunk, S)
   if final_ref is not None:
-    store_state(final_ref, jnp.minimum(n, N - 1), S, real)
+    state.store(final_ref, jnp.minimum(n, N - 1), S, real)
 
-  def zero_state(chunk, _):
-    store_state(h_ref, chunk, [jnp.zeros((block_k, block_v), jnp.float32)] * len(k_blocks), True)
+  def zero_state(slot, _):
+    state.store(h_ref, slot, state.load(None, 0, real, block_k, block_v), True)
     return ()
 
-  # What the table of token chunks has room for and these offsets leave unused.
-  unused = jnp.where(real, h_ref.shape[0], chunk0)
+  # What the table of chunks has room for and these offsets leave unused.
+  unused = jnp.where(real, h_ref.shape[0], slot0)
   lax.fori_loop(unused, h_ref.shape[0], zero_state, ())
+
+
+def chunk_gated_delta_product_bwd_h(
+  q: jax.Array,
+  k: jax.Array,
+  beta: jax.Array,
+  A: jax.Array,
+  do: jax.Array,
+  dv: jax.Array,
+  g: jax.Array | None = None,
+  g_tokens: jax.Array | None = None,
+  scale: float | None = None,
+  dfinal_state: jax.Array | None = None,
+  output_dinitial_state: bool = True,
+  cu_seqlens: jax.Array | None = None,
+  num_householder: int = 1,
+  *,
+  implementation: str = "pallas",
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+  """The reverse sweep: row chunk by row chunk, dS being the cotangent of the state that leaves it,
+
+      dv_new = dv + 2^(G_last - G) (k dS);   dres = Ti^T dv_new
+      dS <- 2^G_last dS - (beta 2^G k)^T dres;   at a token chunk's first row chunk
+      dS <- dS + scale (2^G_t q)^T do
+
+  Args:
+    q: queries [B, T, H, K].
+    k: keys [B, R, H, K].
+    beta: step sizes [B, R, HV].
+    A: the inverted block Ti [B, R, HV, C].
+    do: cotangent of o [B, T, HV, V].
+    dv: what `chunk_gated_delta_product_bwd_o` adds to v_new's cotangent [B, R, HV, V].
+    g: cumulative log2 decay within row chunks [B, R, HV], or None; g_tokens: within token chunks
+      [B, T, HV].
+    scale: default K**-0.5.
+    dfinal_state: cotangent of the final state [N, HV, K, V], or None for zeros.
+    output_dinitial_state: whether to return the initial state's.
+    cu_seqlens: offsets in the row stream, int [N+1], or None.
+    num_householder: M.
+    implementation: "pallas" or "interpret".
+
+  Returns:
+    dh: dS of each row chunk, k's dtype, [B, NC * M, HV, K, V] as the states of
+      `chunk_gated_delta_product_fwd_wy_h`; unused ones are not written.
+    dres: cotangent of beta (v - 2^G (k S)) [B, R, HV, V], dv's dtype; 0 in rows of no sequence.
+    dinitial_state: [N, HV, K, V] in fp32, or None.
+
+  Source: this project; checked against autodiff of the recurrence.
+  """
+  B, R, HV, V = dv.shape
+  K, M, C = k.shape[-1], num_householder, A.shape[-1]
+  N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
+  flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+  cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype)
+  dh, dres, dinitial_state = pallas.call(
+    _bwd_h_kernel,
+    bounds,
+    flat(q),
+    flat(k),
+    flat(beta),
+    flat(A),
+    flat(do),
+    flat(dv),
+    flat(g),
+    flat(g_tokens),
+    dfinal_state,
+    grid=(bounds.shape[0], HV, -(-V // cfg.block_v)),
+    out_shape=(
+      jax.ShapeDtypeStruct((B * NC * M, HV, K, V), k.dtype),
+      jax.ShapeDtypeStruct((B * R, HV, V), dv.dtype),
+      jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_dinitial_state else None,
+    ),
+    config=cfg,
+    implementation=implementation,
+    name="gdp_chunk_gated_delta_product_bwd_h",
+    dot=None,
+    scale=K**-0.5 if scale is None else scale,
+    C=C,
+    M=M,
+    N=N,
+    block_k=cfg.block_k,
+    block_v=cfg.block_v,
+  )
+  return dh.reshape(B, NC * M, HV, K, V), dres.reshape(B, R, HV, V), dinitial_state
+
+
+def _bwd_h_kernel(
+  bounds_ref,  # [N or N+1, 4]
+  q_ref,  # [B*T, H, K]
+  k_ref,  # [B*R, H, K]
+  beta_ref,  # [B*R, HV]
+  Ti_ref,  # [B*R, HV, C]
+  do_ref,  # [B*T, HV, V]
+  dv_ref,  # [B*R, HV, V]
+  g_ref,  # [B*R, HV] or None, with
+  g_tokens_ref,  # [B*T, HV] or None
+  dfinal_ref,  # [N, HV, K, V] or None
+  dh_ref,  # [B*NC*M, HV, K, V]
+  dres_ref,  # [B*R, HV, V]
+  dinitial_ref,  # [N, HV, K, V] or None
+  *,
+  dot,
+  scale,
+  C,
+  M,
+  N,
+  block_k,
+  block_v,
+):
+  """A program owns one sequence of one value head, and block_v columns of its state."""
+  n, hv, block = (pallas.program_id(i) for i in range(3))
+  HV = dv_ref.shape[1]
+  head = hv // (HV // k_ref.shape[1])
+  start, stop, write_stop, chunk0 = (pallas.load_scalar(bounds_ref, n, i) for i in range(4))
+  real = n < N
+  i = jnp.arange(C, dtype=jnp.int32)
+  v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
+  v_exists = (v_cols < dv_ref.shape[2])[None, :]
+  k_blocks = pallas.blocks(k_ref.shape[2], block_k)
+  state = _State(hv, k_blocks, v_cols, v_exists)
+  chunks = lax.div(write_stop - start + (C - 1), C)
+
+  def row_chunk(step, dS):
+    c = chunks - 1 - step
+    first_row = start + c * C
+    rows = first_row + i
+    valid = (rows < stop)[:, None]
+    state.store(dh_ref, chunk0 * M + c, dS, first_row < stop)
+    k = [
+      pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      for cols, exists in k_blocks
+    ]
+    kdS = sum(dot(k_b, dS_b.astype(k_b.dtype)) for k_b, dS_b in zip(k, dS, strict=True))
+    beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
+    if g_ref is not None:
+      g = pallas.load(g_ref.at[rows, hv], rows < stop)
+      to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
+      kdS *= to_end[:, None]
+      beta *= jnp.exp2(g)
+      dS = [dS_b * jnp.exp2(g_last) for dS_b in dS]
+    dv_new = kdS + pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), valid & v_exists)
+    Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
+    dres = dot(Ti, dv_new.astype(Ti.dtype), trans_a=True, precision=_inverse_precision(k_ref))
+    written = (rows < write_stop)[:, None]
+    pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, written & v_exists)
+    dres = (dres * beta[:, None]).astype(k_ref.dtype)
+
+    # The token chunk's own output reads the state that enters its first row chunk; elsewhere the
+    # masks make this product 0.
+    tokens = lax.div(first_row, M) + i
+    reads = ((tokens < lax.div(stop, M)) & (lax.rem(c, M) == 0))[:, None]
+    do = pallas.load(pallas.tile(do_ref, tokens, hv, v_cols), reads & v_exists)
+    do = do.astype(jnp.float32) * scale
+    if g_ref is not None:
+      do *= jnp.exp2(pallas.load(g_tokens_ref.at[tokens, hv], reads[:, 0]))[:, None]
+    do = do.astype(q_ref.dtype)
+    new = []
+    for dS_b, k_b, (cols, exists) in zip(dS, k, k_blocks, strict=True):
+      q = pallas.load(pallas.tile(q_ref, tokens, head, cols), reads & exists[None, :])
+      new.append(dS_b + dot(q, do, trans_a=True) - dot(k_b, dres, trans_a=True))
+    return tuple(new)
+
+  dS = state.load(dfinal_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
+  dS = lax.fori_loop(0, chunks, row_chunk, dS)
+  if dinitial_ref is not None:
+    state.store(dinitial_ref, jnp.minimum(n, N - 1), dS, real)
+
+
+class _State:
+  """The [K, block_v] part of a state that a program owns, as one tile for each block of K."""
+
+  def __init__(self, hv, k_blocks, v_cols, v_exists):
+    self.hv, self.k_blocks, self.v_cols, self.v_exists = hv, k_blocks, v_cols, v_exists
+
+  def load(self, ref, index, where, block_k, block_v):
+    """Tiles in fp32 of ref [.., HV, K, V] at `index`; zeros if there is none."""
+    if ref is None:
+      return tuple(jnp.zeros((block_k, block_v), jnp.float32) for _ in self.k_blocks)
+    return tuple(
+      pallas.load(self._view(ref, index, cols), self._mask(exists, where)).astype(jnp.float32)
+      for cols, exists in self.k_blocks
+    )
+
+  def store(self, ref, index, S, where):
+    for S_b, (cols, exists) in zip(S, self.k_blocks, strict=True):
+      pallas.store(self._view(ref, index, cols), S_b, self._mask(exists, where))
+
+  def _view(self, ref, index, cols):
+    return ref.at[index, self.hv, cols[:, None], self.v_cols[None, :]]
+
+  def _mask(self, exists, where):
+    return exists[:, None] & self.v_exists & where
+
+
+def _to_end(g_ref, g, hv, rows, first_row, stop, C):
+  """2^(G_last - G) of each row, 1 past the end, and G_last, at the last valid row."""
+  last = jnp.minimum(first_row + C, stop) - 1
+  g_last = pallas.load(g_ref.at[last, hv], first_row < stop)
+  # A row past the end was read as G = 0: its exponent would be of no sign.
+  return jnp.exp2(jnp.where(rows < stop, g_last - g, 0.0)), g_last
+
+
+def _inverse_precision(k_ref):
+  """Products with Ti, which is fp32 whatever the inputs are, run in tf32 unless those are fp32."""
+  return None if k_ref.dtype == jnp.float32 else "tf32"

@@ -1,4 +1,4 @@
-"""The output of each token chunk: what its state holds, and what its own rows add."""
+"""The output of each token chunk, from its state and its own rows, and the gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def _fwd_o_kernel(
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
   v_exists = (v_cols < v_ref.shape[2])[None, :]
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
-  causal = i[:, None] >= i[None, :]
+  causal = valid & (i[:, None] >= i[None, :])
   if g_ref is not None:
     g = pallas.load(g_ref.at[tokens, hv], tokens < stop)
     decay = pallas.decay(g, g, causal)
@@ -131,3 +131,171 @@ def _fwd_o_kernel(
   o = lax.fori_loop(0, M, copy, o)
   view = pallas.tile(o_ref, tokens, hv, v_cols)
   pallas.store(view, o * scale, (tokens < write_stop)[:, None] & v_exists)
+
+
+def chunk_gated_delta_product_bwd_o(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  h: jax.Array,
+  do: jax.Array,
+  g: jax.Array | None = None,
+  scale: float | None = None,
+  cu_seqlens: jax.Array | None = None,
+  chunk_size: int = CHUNK_SIZE,
+  num_householder: int = 1,
+  chunk_indices: jax.Array | None = None,
+  *,
+  implementation: str = "pallas",
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """Gradient of the output stage. With E_tr = 2^(G_t - G_tok(r)) for tok(r) <= t, else 0,
+
+      P = scale E (q k^T);  dP = do v^T;  dv = P^T do;  dk = scale (dP*E)^T q
+      dq = scale 2^G_t (do h^T) + scale (dP*E) k
+
+  The state's own gradient, scale (2^G_t q)^T do, is taken up in
+  `chunk_gated_delta_product_bwd_h`, so it is never written.
+
+  Args:
+    q, k, v, g, scale, cu_seqlens, chunk_size, num_householder, chunk_indices, implementation: as
+      for `chunk_gated_delta_product_fwd_o`.
+    h: states at the start of each row chunk [B, NC * M, HV, K, V].
+    do: cotangent of o [B, T, HV, V].
+
+  Returns:
+    dq [B, T, HV, K], dk [B, R, HV, K] and dv [B, R, HV, V] in the inputs' dtypes, for each value
+    head (of k and v, only what comes through o), and dg [B, T, HV] in fp32, or None: with respect
+    to the natural-log decay, not its cumulative sum. 0 in rows of no sequence.
+
+  Source: this project; checked against autodiff of the recurrence.
+  """
+  B, T, H, K = q.shape
+  R = k.shape[1]
+  HV, V = v.shape[2:]
+  bounds = metadata.chunk_bounds(B, T, chunk_size, cu_seqlens, chunk_indices)
+  flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+  cfg = config.choose("chunk_gated_delta_product_bwd_o", K, V, q.dtype)
+  dq, dk, dv, dg = pallas.call(
+    _bwd_o_kernel,
+    bounds,
+    flat(q),
+    flat(k),
+    flat(v),
+    flat(h),
+    flat(do),
+    flat(g),
+    grid=(bounds.shape[0], HV),
+    out_shape=(
+      jax.ShapeDtypeStruct((B * T, HV, K), q.dtype),
+      jax.ShapeDtypeStruct((B * R, HV, K), k.dtype),
+      jax.ShapeDtypeStruct((B * R, HV, V), v.dtype),
+      None if g is None else jax.ShapeDtypeStruct((B * T, HV), jnp.float32),
+    ),
+    config=cfg,
+    implementation=implementation,
+    name="gdp_chunk_gated_delta_product_bwd_o",
+    dot=None,
+    scale=K**-0.5 if scale is None else scale,
+    C=chunk_size,
+    M=num_householder,
+    block_k=cfg.block_k,
+    block_v=cfg.block_v,
+  )
+  unflat = lambda x: None if x is None else x.reshape(B, -1, *x.shape[1:])
+  return unflat(dq), unflat(dk), unflat(dv), unflat(dg)
+
+
+def _bwd_o_kernel(
+  bounds_ref,  # [NC, 3]
+  q_ref,  # [B*T, H, K]
+  k_ref,  # [B*R, H, K]
+  v_ref,  # [B*R, HV, V]
+  h_ref,  # [B*NC*M, HV, K, V]
+  do_ref,  # [B*T, HV, V]
+  g_ref,  # [B*T, HV] or None
+  dq_ref,  # [B*T, HV, K]
+  dk_ref,  # [B*R, HV, K]
+  dv_ref,  # [B*R, HV, V]
+  dg_ref,  # [B*T, HV] or None
+  *,
+  dot,
+  scale,
+  C,
+  M,
+  block_k,
+  block_v,
+):
+  """A program owns one token chunk of one value head."""
+  c, hv = pallas.program_id(0), pallas.program_id(1)
+  head = hv // (v_ref.shape[1] // k_ref.shape[1])
+  start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
+  i = jnp.arange(C, dtype=jnp.int32)
+  tokens = start + i
+  valid, written = (tokens < stop)[:, None], (tokens < write_stop)[:, None]
+  k_blocks = pallas.blocks(k_ref.shape[2], block_k)
+  V = v_ref.shape[2]
+  causal = valid & (i[:, None] >= i[None, :])
+  if g_ref is None:
+    E, into = scale * causal.astype(jnp.float32), scale
+  else:
+    g = pallas.load(g_ref.at[tokens, hv], tokens < stop)
+    E, into = scale * pallas.decay(g, g, causal), (scale * jnp.exp2(g))[:, None]
+
+  def q_tile(cols, exists):
+    return pallas.load(pallas.tile(q_ref, tokens, head, cols), valid & exists[None, :])
+
+  def do_tile(cols, exists):
+    return pallas.load(pallas.tile(do_ref, tokens, hv, cols), valid & exists[None, :])
+
+  # What the state adds to o. A chunk of padding has no state: see the forward kernel.
+  slot = jnp.minimum(c * M, h_ref.shape[0] - 1)
+  dq, dG = [], jnp.zeros((C,), jnp.float32)
+  for k_cols, k_exists in k_blocks:
+
+    def add_state(v_cols, v_exists, dq_b, k_cols=k_cols, k_exists=k_exists):
+      view = h_ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
+      h = pallas.load(view, k_exists[:, None] & v_exists[None, :] & (start < stop))
+      return dq_b + dot(do_tile(v_cols, v_exists), h, trans_b=True)
+
+    dq_b = pallas.over_blocks(V, block_v, add_state, jnp.zeros((C, block_k), jnp.float32))
+    dq_b *= into
+    if g_ref is not None:
+      dG += jnp.sum(dq_b * q_tile(k_cols, k_exists).astype(jnp.float32), axis=1)
+    dq.append(dq_b)
+
+  def copy(m, carry):
+    dq, dG = carry
+    rows = tokens * M + m
+    P = jnp.zeros((C, C), jnp.float32)
+    for cols, exists in k_blocks:
+      k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      P += dot(q_tile(cols, exists), k, trans_b=True)
+    P *= E
+    P_rounded = P.astype(do_ref.dtype)
+
+    def values(cols, exists, dP):
+      v = pallas.load(pallas.tile(v_ref, rows, hv, cols), valid & exists[None, :])
+      do = do_tile(cols, exists)
+      dv = dot(P_rounded, do, trans_a=True)
+      pallas.store(pallas.tile(dv_ref, rows, hv, cols), dv, written & exists[None, :])
+      return dP + dot(do, v, trans_b=True)
+
+    dP = pallas.over_blocks(V, block_v, values, jnp.zeros((C, C), jnp.float32))
+    if g_ref is not None:
+      # A pair of one token has no decay between it: left out, not subtracted from itself.
+      X = jnp.where(i[:, None] > i[None, :], P * dP, 0.0)
+      dG += jnp.sum(X, axis=1) - jnp.sum(X, axis=0)
+    dA = (dP * E).astype(k_ref.dtype)
+    new = []
+    for dq_b, (cols, exists) in zip(dq, k_blocks, strict=True):
+      k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      new.append(dq_b + dot(dA, k))
+      dk = dot(dA, q_tile(cols, exists), trans_a=True)
+      pallas.store(pallas.tile(dk_ref, rows, hv, cols), dk, written & exists[None, :])
+    return tuple(new), dG
+
+  dq, dG = lax.fori_loop(0, M, copy, (tuple(dq), dG))
+  for dq_b, (cols, exists) in zip(dq, k_blocks, strict=True):
+    pallas.store(pallas.tile(dq_ref, tokens, hv, cols), dq_b, written & exists[None, :])
+  if g_ref is not None:
+    pallas.store(dg_ref.at[tokens, hv], pallas.sum_from(dG), tokens < write_stop)

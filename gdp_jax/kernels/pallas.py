@@ -85,6 +85,27 @@ def blocks(size, block):
   return [(c, c < size) for c in cols]
 
 
+def over_blocks(size, block, body, carry):
+  """carry = body(cols, exists, carry) for each of `blocks(size, block)`, in a loop at run time.
+
+  For bodies of several products: written out for each block they take minutes to compile.
+  """
+
+  def step(i, carry):
+    cols = i * block + jnp.arange(block, dtype=jnp.int32)
+    return body(cols, cols < size, carry)
+
+  if size <= block:
+    return step(0, carry)
+  return lax.fori_loop(0, pl.cdiv(size, block), step, carry)
+
+
 def decay(g_row, g_col, keep):
   """2^(g_row_i - g_col_j) where `keep`, else 0; masked before the exponential."""
   return jnp.where(keep, jnp.exp2(jnp.where(keep, g_row[:, None] - g_col[None, :], 0.0)), 0.0)
+
+
+def sum_from(x):
+  """sum of x_j over j >= i, for each i: a reverse cumulative sum, which the backend lacks."""
+  i = jnp.arange(x.shape[0], dtype=jnp.int32)
+  return jnp.sum(jnp.where(i[:, None] >= i[None, :], x[:, None], 0.0), axis=0)

@@ -84,7 +84,7 @@ def _kkt_kernel(
     A += dot(k, k, trans_b=True)
   beta = pallas.load(beta_ref.at[rows, hv], valid).astype(jnp.float32)
   A *= beta[:, None]
-  lower = i[:, None] > i[None, :]
+  lower = valid[:, None] & (i[:, None] > i[None, :])
   if g_ref is None:
     A = jnp.where(lower, A, 0.0)
   else:

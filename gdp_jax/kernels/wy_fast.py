@@ -1,10 +1,12 @@
-"""The WY factors of a chunk's M*C Householder updates."""
+"""The WY factors of a row chunk's Householder updates, and the gradient of these updates."""
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from gdp_jax import config, metadata
 from gdp_jax.kernels import pallas
+from gdp_jax.metadata import CHUNK_SIZE
 
 
 def recompute_w_u_fwd(
@@ -101,3 +103,203 @@ def _w_u_kernel(
   if g_ref is not None:
     beta = beta * jnp.exp2(pallas.load(g_ref.at[rows, hv], rows < stop))[:, None]
   product(k_ref, h, block_k, beta, w_ref)
+
+
+def chunk_gated_delta_product_bwd_wy(
+  k: jax.Array,
+  v: jax.Array,
+  beta: jax.Array,
+  h: jax.Array,
+  v_new: jax.Array,
+  dh: jax.Array,
+  dres: jax.Array,
+  dk: jax.Array,
+  g: jax.Array | None = None,
+  cu_seqlens: jax.Array | None = None,
+  chunk_size: int = CHUNK_SIZE,
+  num_householder: int = 1,
+  *,
+  implementation: str = "pallas",
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+  """Gradient of the updates, from what the two sweeps left: all row chunks in parallel.
+
+  Since v_new = Ti res with res = beta (v - 2^G (k S)), the inverse needs no product of its own:
+  dA = -strict_lower(dres v_new^T). With D_ij = 2^(G_i - G_j), W = beta dA*D, and S and dS the state
+  entering and the cotangent of the state leaving the row chunk,
+
+      dv = beta dres;   dbeta = dres.(v - 2^G (k S)) + sum_j (dA*D*kk^T)_ij
+      dk += 2^(G_last - G) v_new dS^T - beta 2^G dres S^T + W k + W^T k
+
+  Args:
+    k, v, beta: keys [B, R, H, K], values [B, R, HV, V], step sizes [B, R, HV].
+    h, v_new: of `chunk_gated_delta_product_fwd_wy_h` with output_row_states.
+    dh, dres: of `chunk_gated_delta_product_bwd_h`.
+    dk: of `chunk_gated_delta_product_bwd_o` [B, R, HV, K].
+    g: cumulative log2 decay within row chunks [B, R, HV], or None.
+    cu_seqlens: offsets in the row stream, int [N+1], or None.
+    chunk_size: C.
+    num_householder: M.
+    implementation: "pallas" or "interpret".
+
+  Returns:
+    dk [B, R, HV, K] and dv [B, R, HV, V] in the inputs' dtypes, dbeta [B, R, HV] in fp32, and dg
+    [B, R, HV] in fp32, or None: of each token's first row, with respect to the natural-log decay.
+    0 in rows of no sequence.
+
+  Source: this project; checked against autodiff of the recurrence.
+  """
+  B, R, HV, V = v.shape
+  K, M = k.shape[-1], num_householder
+  tokens = None if cu_seqlens is None else cu_seqlens // M
+  bounds = metadata.chunk_bounds(B, R // M, chunk_size, tokens)
+  flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+  cfg = config.choose("chunk_gated_delta_product_bwd_wy", K, V, k.dtype)
+  dk, dv, dbeta, dg = pallas.call(
+    _bwd_wy_kernel,
+    bounds,
+    flat(k),
+    flat(v),
+    flat(beta),
+    flat(h),
+    flat(v_new),
+    flat(dh),
+    flat(dres),
+    flat(dk),
+    flat(g),
+    grid=(bounds.shape[0] * M, HV),
+    out_shape=(
+      jax.ShapeDtypeStruct((B * R, HV, K), k.dtype),
+      jax.ShapeDtypeStruct((B * R, HV, V), v.dtype),
+      jax.ShapeDtypeStruct((B * R, HV), jnp.float32),
+      None if g is None else jax.ShapeDtypeStruct((B * R, HV), jnp.float32),
+    ),
+    config=cfg,
+    implementation=implementation,
+    name="gdp_chunk_gated_delta_product_bwd_wy",
+    dot=None,
+    C=chunk_size,
+    M=M,
+    block_k=cfg.block_k,
+    block_v=cfg.block_v,
+  )
+  unflat = lambda x: None if x is None else x.reshape(B, R, *x.shape[1:])
+  return unflat(dk), unflat(dv), unflat(dbeta), unflat(dg)
+
+
+def _bwd_wy_kernel(
+  bounds_ref,  # [NC, 3], of the token stream
+  k_ref,  # [B*R, H, K]
+  v_ref,  # [B*R, HV, V]
+  beta_ref,  # [B*R, HV]
+  h_ref,  # [B*NC*M, HV, K, V]
+  v_new_ref,  # [B*R, HV, V]
+  dh_ref,  # [B*NC*M, HV, K, V]
+  dres_ref,  # [B*R, HV, V]
+  dk_in_ref,  # [B*R, HV, K]
+  g_ref,  # [B*R, HV] or None
+  dk_ref,  # [B*R, HV, K]
+  dv_ref,  # [B*R, HV, V]
+  dbeta_ref,  # [B*R, HV]
+  dg_ref,  # [B*R, HV] or None
+  *,
+  dot,
+  C,
+  M,
+  block_k,
+  block_v,
+):
+  """A program owns row chunk m of token chunk c, of one value head."""
+  chunk, hv = pallas.program_id(0), pallas.program_id(1)
+  c, m = lax.div(chunk, M), lax.rem(chunk, M)
+  head = hv // (v_ref.shape[1] // k_ref.shape[1])
+  first, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) * M for i in range(3))
+  start = first + m * C
+  i = jnp.arange(C, dtype=jnp.int32)
+  rows = start + i
+  is_valid = rows < stop
+  valid, written = is_valid[:, None], (rows < write_stop)[:, None]
+  K, V = k_ref.shape[2], v_ref.shape[2]
+  beta = pallas.load(beta_ref.at[rows, hv], is_valid)
+
+  def load_v(ref, cols, exists):
+    return pallas.load(pallas.tile(ref, rows, hv, cols), valid & exists[None, :])
+
+  def load_k(cols, exists):
+    return pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+
+  def values(cols, exists, carry):
+    dA, dbeta = carry
+    dres = load_v(dres_ref, cols, exists)
+    dA -= dot(dres, load_v(v_new_ref, cols, exists), trans_b=True)
+    dres = dres.astype(jnp.float32)
+    dbeta += jnp.sum(dres * load_v(v_ref, cols, exists).astype(jnp.float32), axis=1)
+    view = pallas.tile(dv_ref, rows, hv, cols)
+    pallas.store(view, beta[:, None] * dres, written & exists[None, :])
+    return dA, dbeta
+
+  def keys(cols, exists, kk):
+    k = load_k(cols, exists)
+    return kk + dot(k, k, trans_b=True)
+
+  square, row = jnp.zeros((C, C), jnp.float32), jnp.zeros((C,), jnp.float32)
+  dA, dbeta = pallas.over_blocks(V, block_v, values, (square, row))
+  kk = pallas.over_blocks(K, block_k, keys, square)
+
+  lower = valid & (i[:, None] > i[None, :])
+  if g_ref is None:
+    from_start = to_end = jnp.ones((C,), jnp.float32)
+    W = jnp.where(lower, dA, 0.0)
+  else:
+    g = pallas.load(g_ref.at[rows, hv], is_valid)
+    g_last = pallas.load(g_ref.at[jnp.minimum(start + C, stop) - 1, hv], start < stop)
+    from_start = jnp.exp2(g)
+    to_end = jnp.exp2(jnp.where(is_valid, g_last - g, 0.0))
+    W = dA * pallas.decay(g, g, lower)
+  dbeta += jnp.sum(W * kk, axis=1)
+  W *= beta[:, None]
+  Z = W * kk
+  W = W.astype(k_ref.dtype)
+
+  # A row chunk of padding, and one behind its token chunk's last row, has no state.
+  slot = jnp.minimum(chunk, h_ref.shape[0] - 1)
+
+  def through_states(k_cols, k_exists, carry):
+    y, z, product = carry
+
+    def products(v_cols, v_exists, carry):
+      via_dS, via_S, product = carry
+      exists = k_exists[:, None] & v_exists[None, :] & (start < stop)
+      view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
+      S, dS = pallas.load(view(h_ref), exists), pallas.load(view(dh_ref), exists)
+      via_dS += dot(load_v(v_new_ref, v_cols, v_exists), dS, trans_b=True)
+      via_S += dot(load_v(dres_ref, v_cols, v_exists), S, trans_b=True)
+      if g_ref is not None:
+        product += jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32))
+      return via_dS, via_S, product
+
+    zeros = jnp.zeros((C, block_k), jnp.float32)
+    via_dS, via_S, product = pallas.over_blocks(V, block_v, products, (zeros, zeros, product))
+    k = load_k(k_cols, k_exists)
+    y += jnp.sum(k.astype(jnp.float32) * via_dS, axis=1)
+    z += jnp.sum(k.astype(jnp.float32) * via_S, axis=1)
+    dk = pallas.load(pallas.tile(dk_in_ref, rows, hv, k_cols), valid & k_exists[None, :])
+    dk = dk.astype(jnp.float32) + to_end[:, None] * via_dS - (beta * from_start)[:, None] * via_S
+    dk += dot(W, k) + dot(W, k, trans_a=True)
+    pallas.store(pallas.tile(dk_ref, rows, hv, k_cols), dk, written & k_exists[None, :])
+    return y, z, product
+
+  y, z, product = pallas.over_blocks(K, block_k, through_states, (row, row, jnp.float32(0.0)))
+  z *= from_start
+  pallas.store(dbeta_ref.at[rows, hv], dbeta - z, rows < write_stop)
+
+  if g_ref is not None:
+    # Rows of one token have no decay between them: such pairs are left out of the sums, in which
+    # they would only cancel.
+    token = lax.div(rows - first, M)
+    last_token = lax.div(jnp.minimum(start + C, stop) - 1 - first, M)
+    Z = jnp.where(token[:, None] != token[None, :], Z, 0.0)
+    y = jnp.where(is_valid & (token != last_token), to_end * y, 0.0)
+    dG = jnp.sum(Z, axis=1) - jnp.sum(Z, axis=0) - beta * z - y
+    end = jnp.sum(y) + jnp.exp2(g_last) * product
+    dg = jnp.where(is_valid, pallas.sum_from(dG) + end, 0.0)
+    pallas.store(dg_ref.at[rows, hv], dg, rows < write_stop)
