@@ -69,7 +69,8 @@ def chunk_gated_delta_product(
 
   Raises:
     TypeError, ValueError: naming the argument, what was expected and what was given.
-    NotImplementedError: implementation="pallas" with K > 256.
+    NotImplementedError: implementation="pallas" with K > 256; forward-mode or second-order
+      differentiation unless implementation="xla".
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -92,14 +93,19 @@ def chunk_gated_delta_product(
   cu_seqlens = inputs.check_arguments(
     q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
   )
-  return _chunk(
-    q, k, v, g, beta, initial_state, cu_seqlens,
-    num_householder=int(num_householder),
-    scale=inputs.default_scale(scale, q.shape[-1]),
-    output_final_state=bool(output_final_state),
-    use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
-    implementation=implementation,
-  )  # fmt: skip
+  try:
+    return _chunk(
+      q, k, v, g, beta, initial_state, cu_seqlens,
+      num_householder=int(num_householder),
+      scale=inputs.default_scale(scale, q.shape[-1]),
+      output_final_state=bool(output_final_state),
+      use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+      implementation=implementation,
+    )  # fmt: skip
+  except TypeError as error:
+    if "custom_vjp" in str(error):  # how JAX refuses forward mode
+      raise NotImplementedError(_FIRST_ORDER) from error
+    raise
 
 
 @partial(
@@ -129,6 +135,12 @@ def _chunk(
   return o.astype(dtype), final_state
 
 
+_FIRST_ORDER = (
+  "chunk_gated_delta_product has first-order reverse-mode gradients only, unless"
+  ' implementation="xla": pass that for jax.jvp, jax.linearize, jax.hessian and grad of grad'
+)
+
+
 class _Static(NamedTuple):
   """What a call's trace depends on besides shapes and dtypes."""
 
@@ -145,8 +157,8 @@ def _kernels(static, *args):
 
 
 def _kernels_fwd(static, *args):
-  # Kept: the inputs, and Ti, R * HV * C numbers in fp32. States and v_new are recomputed: at
-  # K = V = 128 they are 2 * K * V / C + V = 640 bf16 numbers a row and head, against Ti's 64 in fp32.
+  # Kept: the inputs, and Ti, 4 C bytes a row and value head (C = 64: 256). Recomputed: the states
+  # of the row chunks and v_new, which in bf16 at K = V = 128 would be 2 K V / C + 2 V = 768 bytes.
   o, final_state, Ti = _dispatch(_forward, static, *args)
   return (o, final_state), (args, Ti)
 
@@ -159,6 +171,7 @@ def _kernels_bwd(static, residuals, cotangents):
 _kernels.defvjp(_kernels_fwd, _kernels_bwd)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _dispatch(function, static, *args):
   """Runs `function(static, stages, *args)` with the stages that the implementation means."""
   if static.implementation is not None:
@@ -168,9 +181,15 @@ def _dispatch(function, static, *args):
   )
 
 
+@_dispatch.defjvp
+def _dispatch_jvp(function, static, primals, tangents):
+  raise NotImplementedError(_FIRST_ORDER)
+
+
 def _stages(implementation):
   stages = {name: getattr(kernels, name) for name in kernels.__all__}
-  return SimpleNamespace(**{n: partial(f, implementation=implementation) for n, f in stages.items()})
+  bound = {n: partial(stage, implementation=implementation) for n, stage in stages.items()}
+  return SimpleNamespace(**bound)
 
 
 def _forward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens):
@@ -188,9 +207,7 @@ def _forward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens):
   return o, final_state, Ti
 
 
-def _backward(
-  static, stages, q, k, v, g, beta, initial_state, cu_seqlens, Ti, do, dfinal_state
-):
+def _backward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens, Ti, do, dfinal_state):
   """Gradients of q, k, v, g, beta and initial_state, each in its primal's dtype."""
   at = _Layout(static, stages, q, g, cu_seqlens)
   wide_beta = beta.astype(jnp.float32)

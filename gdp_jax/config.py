@@ -42,13 +42,15 @@ def choose(stage: str, K: int, V: int, dtype) -> Config:
   Nothing here may look at B, T or N: a sequence's bits must not depend on its company.
   """
   wide = jnp.dtype(dtype).itemsize == 4
+  # fp32 products split their operands in shared memory; deep pipelines no longer fit with K > 128.
+  stages = 1 if K > 128 else 2
   if stage == "chunk_local_cumsum":
     return Config(num_warps=2)
   if stage == "solve_tril":
-    return Config(num_warps=2)
+    return Config(num_warps=4 if wide else 2)
   if stage in ("chunk_scaled_dot_kkt_fwd", "recompute_w_u_fwd"):
     most = 64 if wide else 128
-    return Config(block(K, most), block(V, most), num_warps=4, num_stages=2)
+    return Config(block(K, most), block(V, most))
   if stage in (
     "chunk_gated_delta_product_fwd_h",
     "chunk_gated_delta_product_fwd_wy_h",
@@ -56,13 +58,16 @@ def choose(stage: str, K: int, V: int, dtype) -> Config:
   ):
     # The state tile [K, block_v] lives in registers, in fp32; narrow tiles make more programs,
     # which is what this latency-bound sweep is short of.
-    most = 32 if wide else 128
-    return Config(block(K, most), 16, num_warps=4, num_stages=1 if wide else 3 if K <= 128 else 2)
+    if wide:
+      return Config(block(K, 64), 16, num_stages=stages)
+    return Config(block(K, 128), 16, num_stages=3 if K <= 128 else 2)
   if stage == "chunk_gated_delta_product_fwd_o":
-    most = 32 if wide else 128
-    block_v = block(V, 64 if wide or K > 128 else 128)
-    return Config(block(K, most), block_v, num_warps=4, num_stages=1 if wide else 2)
-  if stage in ("chunk_gated_delta_product_bwd_o", "chunk_gated_delta_product_bwd_wy"):
-    most = 32 if wide else 64
-    return Config(block(K, most), block(V, most), num_warps=4, num_stages=1)
+    if wide:
+      return Config(block(K, 64), block(V, 64), num_stages=stages)
+    return Config(block(K, 128), block(V, 128 if K <= 128 else 64))
+  if stage == "chunk_gated_delta_product_bwd_o":
+    most = 64 if wide or K > 128 else 128
+    return Config(block(K, most), block(V, most), num_stages=1)
+  if stage == "chunk_gated_delta_product_bwd_wy":
+    return Config(block(K, 64), block(V, 64), num_stages=1)
   raise ValueError(f"stage must be one of the kernels' names, got {stage!r}")

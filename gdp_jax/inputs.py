@@ -105,11 +105,47 @@ def check_implementation(implementation: Any, K: int) -> None:
     )
 
 
+def check_stage(num_householder: int = 1, **arrays: tuple[Any, str]) -> dict[str, int]:
+  """Checks the arrays of a single stage against each other, before a kernel may index them.
+
+  Args:
+    num_householder: M; R must be a multiple of it.
+    arrays: name = (array or None, its shape in letters), such as k=(k, "B R H K"). A letter is
+      bound where it is first seen.
+
+  Returns:
+    The size of each letter.
+
+  Raises:
+    ValueError: naming the array, the shape expected and the shape given.
+  """
+  sizes: dict[str, int] = {}
+  for name, (x, letters) in arrays.items():
+    if x is None:
+      continue
+    names = letters.split()
+    if x.ndim != len(names):
+      raise ValueError(f"{name} must have shape [{', '.join(names)}], got {x.shape}")
+    expected = tuple(sizes.setdefault(c, n) for c, n in zip(names, x.shape, strict=True))
+    if x.shape != expected:
+      raise ValueError(f"{name} must have shape [{', '.join(names)}] = {expected}, got {x.shape}")
+  if "HV" in sizes and sizes["HV"] % sizes.get("H", 1):
+    raise ValueError(f"HV must be a multiple of H, got HV={sizes['HV']}, H={sizes['H']}")
+  C = sizes.get("C", 16)
+  if C < 16 or C & (C - 1):
+    raise ValueError(f"the chunk size C must be a power of two of at least 16, got {C}")
+  rows, tokens = sizes.get("R"), sizes.get("T")
+  if rows is not None and rows % num_householder:
+    raise ValueError(f"R must be a multiple of num_householder={num_householder}, got R={rows}")
+  if rows is not None and tokens is not None and rows != tokens * num_householder:
+    raise ValueError(f"R must be T * num_householder = {tokens * num_householder}, got R={rows}")
+  return sizes
+
+
 def _check_cu_seqlens(cu_seqlens, B, T):
   if cu_seqlens is None:
     return None
-  concrete = isinstance(cu_seqlens, (list, tuple, np.ndarray))
-  if concrete:
+  if isinstance(cu_seqlens, (list, tuple)):
     cu_seqlens = np.asarray(cu_seqlens)
   if not isinstance(cu_seqlens, (jax.Array, np.ndarray)):
     raise TypeError(f"cu_seqlens must be an array, list or tuple, got {_kind(cu_seqlens)}")
@@ -119,7 +155,7 @@ def _check_cu_seqlens(cu_seqlens, B, T):
     raise ValueError(f"cu_seqlens must have shape [N+1] with N >= 1, got {cu_seqlens.shape}")
   if B != 1:
     raise ValueError(f"cu_seqlens packs sequences into one batch row: q must have B=1, got B={B}")
-  if concrete:
+  if isinstance(cu_seqlens, np.ndarray):
     check_cu_seqlens_values(cu_seqlens, T)
     # An explicit transfer, so that it also runs under jax.transfer_guard("disallow").
     cu_seqlens = jax.device_put(cu_seqlens.astype(np.int32))

@@ -30,7 +30,7 @@ def num_chunks(length: int, num_sequences: int, chunk_size: int = CHUNK_SIZE) ->
 
 
 def sanitize_cu_seqlens(cu_seqlens: jax.Array, length: int) -> jax.Array:
-  """Makes any offsets safe: int32, never decreasing, within [0, length]. Good ones are unchanged."""
+  """Makes any offsets safe: int32, never decreasing, within [0, length]; good ones stay."""
   offsets = jnp.clip(cu_seqlens, 0, length).astype(jnp.int32)
   # Offsets on the device are not read back to be checked, so a bad one must be made harmless.
   return jax.lax.cummax(offsets)
@@ -100,11 +100,12 @@ def chunk_bounds(
     the last two are padding, to be written as zeros. Always within [0, batch * length].
   """
   if cu_seqlens is None:
-    start = np.arange(0, length, chunk_size)
-    stop = np.minimum(start + chunk_size, length)
+    starts = np.arange(0, length, chunk_size)
+    stops = np.minimum(starts + chunk_size, length)
     row = np.arange(batch)[:, None] * length
-    table = np.stack([row + start, row + stop, row + stop], axis=-1)
+    table = np.stack([row + starts, row + stops, row + stops], axis=-1)
     return jnp.asarray(table.reshape(-1, 3), jnp.int32)
+  _check_batch(batch)
   if chunk_indices is None:
     chunk_indices = prepare_chunk_indices(cu_seqlens, length, chunk_size)
   N = cu_seqlens.shape[0] - 1
@@ -145,6 +146,7 @@ def sequence_bounds(
     n = np.arange(batch)
     table = np.stack([n * length, (n + 1) * length, (n + 1) * length, n * chunks], axis=1)
     return jnp.asarray(table, jnp.int32)
+  _check_batch(batch)
   offsets = sanitize_cu_seqlens(cu_seqlens, length)
   first, _ = _first_chunks(offsets // num_householder, tokens, chunk_size)
   ends = jnp.concatenate([offsets, jnp.full((1,), length, jnp.int32)])
@@ -152,9 +154,12 @@ def sequence_bounds(
   return jnp.stack([ends[:-1], stop, ends[1:], first[:-1]], axis=1)
 
 
-def segment_ids_to_cu_seqlens(
-  segment_ids: jax.Array | np.ndarray, max_segments: int
-) -> jax.Array:
+def _check_batch(batch):
+  if batch != 1:
+    raise ValueError(f"cu_seqlens packs sequences into one batch row: B must be 1, got {batch}")
+
+
+def segment_ids_to_cu_seqlens(segment_ids: jax.Array | np.ndarray, max_segments: int) -> jax.Array:
   """Offsets of packed sequences from segment ids, the packing habit of JAX input pipelines.
 
   A sequence is a run of equal ids. Id 0 is padding: the run of zeros at the end belongs to no

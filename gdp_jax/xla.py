@@ -9,7 +9,6 @@ head dims, N sequences, C chunk size, NC chunks.
 
 from functools import partial
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,8 +16,8 @@ from gdp_jax import metadata
 from gdp_jax.metadata import CHUNK_SIZE
 
 LOG2_E = 1.4426950408889634
-# exp2 of this is 0 in fp32. A -inf gate is clamped to it, since -inf - -inf is NaN. A multiple of 8,
-# so that a sum of several loses as little as can be of the small gates beside them.
+# exp2 of this is 0 in fp32. A -inf gate is clamped to it, since -inf - -inf is NaN. A multiple of
+# 8, so that a sum of several loses as little as can be of the small gates beside them.
 LOG2_ZERO = -152.0
 
 _einsum = partial(jnp.einsum, precision="highest", preferred_element_type=jnp.float32)
@@ -45,17 +44,13 @@ def chunk_scaled_dot_kkt_fwd(
   return chunks.join(A).astype(output_dtype)
 
 
-def solve_tril(
-  A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False
-):
+def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False):
   del allow_tf32  # there is no faster solver to allow
   C = A.shape[-1]
   chunks = _Chunks(A, C, cu_seqlens, chunk_indices)
   L = jnp.swapaxes(chunks.split(A), 1, 2)
   eye = jnp.broadcast_to(jnp.eye(C, dtype=L.dtype), L.shape)
-  Ti = lax.linalg.triangular_solve(
-    L + eye, eye, left_side=True, lower=True, unit_diagonal=True
-  )
+  Ti = lax.linalg.triangular_solve(L + eye, eye, left_side=True, lower=True, unit_diagonal=True)
   return chunks.join(jnp.swapaxes(Ti, 1, 2)).astype(output_dtype)
 
 
@@ -97,9 +92,7 @@ def chunk_gated_delta_product_fwd_wy_h(
   )  # fmt: skip
 
 
-def _sweep(
-  v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M, stride
-):
+def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M, stride):
   """S <- 2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T over the row chunks of each sequence.
 
   `v_new(x, S)` is a row chunk's v_new from its arrays x; states are returned at every `stride`-th

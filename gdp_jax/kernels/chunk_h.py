@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gdp_jax import config, metadata
+from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 from gdp_jax.metadata import CHUNK_SIZE
 
@@ -22,7 +22,9 @@ def chunk_gated_delta_product_fwd_h(
   *,
   implementation: str = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-  """Row chunk by row chunk: v_new = u - w S, S <- 2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T.
+  """The forward sweep, row chunk by row chunk:
+
+      v_new = u - w S;   S <- 2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T
 
   Two chunkings meet here: a token chunk of C tokens is M row chunks of C rows, the last ones
   possibly empty, and S is stored at each token chunk's start. The decay of a partial chunk ends at
@@ -45,8 +47,7 @@ def chunk_gated_delta_product_fwd_h(
     v_new: [B, R, HV, V], u's dtype; 0 in rows of no sequence.
     final_state: [N, HV, K, V] in fp32, or None.
 
-  Source: DESIGN of Gated Delta Networks' chunked form, arXiv 2412.06464; `core.ssm.ops.gdp.chunk_h`
-  of Megatron Core.
+  Source: Gated Delta Networks, arXiv 2412.06464; `core.ssm.ops.gdp.chunk_h` of Megatron Core.
   """
   return _fwd_h(
     k, u, w, None, None, g, initial_state, output_final_state, chunk_size, cu_seqlens,
@@ -98,9 +99,16 @@ def _fwd_h(
   implementation, stage,
 ):  # fmt: skip
   """Both forward sweeps; x is u where there is w, else v."""
-  B, R, HV, V = x.shape
-  K = k.shape[-1]
+  sizes = inputs.check_stage(
+    M, **{
+      "k": (k, "B R H K"), "v" if w is None else "u": (x, "B R HV V"), "w": (w, "B R HV K"),
+      "A": (A, "B R HV C"), "beta": (beta, "B R HV"), "g": (g, "B R HV"),
+      "initial_state": (initial_state, "N HV K V"),
+    },
+  )  # fmt: skip
+  B, R, K, HV, V = (sizes[c] for c in ("B", "R", "K", "HV", "V"))
   N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
+  _check_sequences("initial_state", sizes, N)
   per_chunk = M // stride
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
   cfg = config.choose(stage, K, V, k.dtype)
@@ -132,6 +140,11 @@ def _fwd_h(
     block_v=cfg.block_v,
   )
   return h.reshape(B, NC * per_chunk, HV, K, V), v_new.reshape(B, R, HV, V), final_state
+
+
+def _check_sequences(name, sizes, N):
+  if sizes.get("N", N) != N:
+    raise ValueError(f"{name} must have N={N} sequences, got {sizes['N']}")
 
 
 def _sequences(B, R, M, C, cu_seqlens):
@@ -205,8 +218,7 @@ def _fwd_h_kernel(
         kS *= jnp.exp2(g)[:, None]
       beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
       Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
-      residual = (beta[:, None] * (x - kS)).astype(Ti.dtype)
-      v_new = dot(Ti, residual, precision=_inverse_precision(k_ref))
+      v_new = pallas.split_dot(dot, Ti, beta[:, None] * (x - kS), k_ref.dtype)
     written = (rows < write_stop)[:, None]
     pallas.store(pallas.tile(v_new_ref, rows, hv, v_cols), v_new, written & v_exists)
 
@@ -279,9 +291,17 @@ def chunk_gated_delta_product_bwd_h(
 
   Source: this project; checked against autodiff of the recurrence.
   """
-  B, R, HV, V = dv.shape
-  K, M, C = k.shape[-1], num_householder, A.shape[-1]
+  M = num_householder
+  sizes = inputs.check_stage(
+    M, q=(q, "B T H K"), k=(k, "B R H K"), beta=(beta, "B R HV"), A=(A, "B R HV C"),
+    do=(do, "B T HV V"), dv=(dv, "B R HV V"), g=(g, "B R HV"), g_tokens=(g_tokens, "B T HV"),
+    dfinal_state=(dfinal_state, "N HV K V"),
+  )  # fmt: skip
+  B, R, K, HV, V, C = (sizes[c] for c in ("B", "R", "K", "HV", "V", "C"))
+  if (g is None) != (g_tokens is None):
+    raise ValueError("g and g_tokens must both be given, or both be None")
   N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
+  _check_sequences("dfinal_state", sizes, N)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
   cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype)
   dh, dres, dinitial_state = pallas.call(
@@ -372,7 +392,7 @@ def _bwd_h_kernel(
       dS = [dS_b * jnp.exp2(g_last) for dS_b in dS]
     dv_new = kdS + pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), valid & v_exists)
     Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
-    dres = dot(Ti, dv_new.astype(Ti.dtype), trans_a=True, precision=_inverse_precision(k_ref))
+    dres = pallas.split_dot(dot, Ti, dv_new, k_ref.dtype, trans_a=True)
     written = (rows < write_stop)[:, None]
     pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, written & v_exists)
     dres = (dres * beta[:, None]).astype(k_ref.dtype)
@@ -430,8 +450,3 @@ def _to_end(g_ref, g, hv, rows, first_row, stop, C):
   g_last = pallas.load(g_ref.at[last, hv], first_row < stop)
   # A row past the end was read as G = 0: its exponent would be of no sign.
   return jnp.exp2(jnp.where(rows < stop, g_last - g, 0.0)), g_last
-
-
-def _inverse_precision(k_ref):
-  """Products with Ti, which is fp32 whatever the inputs are, run in tf32 unless those are fp32."""
-  return None if k_ref.dtype == jnp.float32 else "tf32"

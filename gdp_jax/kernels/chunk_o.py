@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gdp_jax import config, metadata
+from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 from gdp_jax.metadata import CHUNK_SIZE
 
@@ -46,8 +46,11 @@ def chunk_gated_delta_product_fwd_o(
 
   Source: `core.ssm.ops.gdp.chunk_o` of Megatron Core.
   """
-  B, T, H, K = q.shape
-  HV, V = v.shape[2:]
+  M = num_householder
+  sizes = inputs.check_stage(
+    M, q=(q, "B T H K"), k=(k, "B R H K"), v=(v, "B R HV V"), h=(h, "B S HV K V"), g=(g, "B T HV")
+  )
+  B, T, K, HV, V = (sizes[c] for c in ("B", "T", "K", "HV", "V"))
   bounds = metadata.chunk_bounds(B, T, chunk_size, cu_seqlens, chunk_indices)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
   cfg = config.choose("chunk_gated_delta_product_fwd_o", K, V, q.dtype)
@@ -67,7 +70,7 @@ def chunk_gated_delta_product_fwd_o(
     dot=None,
     scale=K**-0.5 if scale is None else scale,
     C=chunk_size,
-    M=num_householder,
+    M=M,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -126,7 +129,8 @@ def _fwd_o_kernel(
       k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
       attn += dot(q, k, trans_b=True)
     v = pallas.load(pallas.tile(v_ref, rows, hv, v_cols), valid & v_exists)
-    return o + dot((attn * decay).astype(v.dtype), v)
+    # Rounding attn to bf16 would be this stage's largest error: the sum over rows cancels.
+    return o + pallas.split_dot(dot, attn * decay, v, v.dtype)
 
   o = lax.fori_loop(0, M, copy, o)
   view = pallas.tile(o_ref, tokens, hv, v_cols)
@@ -169,9 +173,12 @@ def chunk_gated_delta_product_bwd_o(
 
   Source: this project; checked against autodiff of the recurrence.
   """
-  B, T, H, K = q.shape
-  R = k.shape[1]
-  HV, V = v.shape[2:]
+  M = num_householder
+  sizes = inputs.check_stage(
+    M, q=(q, "B T H K"), k=(k, "B R H K"), v=(v, "B R HV V"), h=(h, "B S HV K V"),
+    do=(do, "B T HV V"), g=(g, "B T HV"),
+  )  # fmt: skip
+  B, T, R, K, HV, V = (sizes[c] for c in ("B", "T", "R", "K", "HV", "V"))
   bounds = metadata.chunk_bounds(B, T, chunk_size, cu_seqlens, chunk_indices)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
   cfg = config.choose("chunk_gated_delta_product_bwd_o", K, V, q.dtype)
@@ -197,12 +204,13 @@ def chunk_gated_delta_product_bwd_o(
     dot=None,
     scale=K**-0.5 if scale is None else scale,
     C=chunk_size,
-    M=num_householder,
+    M=M,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
-  unflat = lambda x: None if x is None else x.reshape(B, -1, *x.shape[1:])
-  return unflat(dq), unflat(dk), unflat(dv), unflat(dg)
+  if dg is not None:
+    dg = dg.reshape(B, T, HV)
+  return dq.reshape(B, T, HV, K), dk.reshape(B, R, HV, K), dv.reshape(B, R, HV, V), dg
 
 
 def _bwd_o_kernel(

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gdp_jax import config, metadata
+from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 from gdp_jax.metadata import CHUNK_SIZE
 from gdp_jax.xla import LOG2_E, LOG2_ZERO
@@ -34,7 +34,8 @@ def chunk_local_cumsum(
 
   Source: `core.ssm.ops.gdp.cumsum` of Megatron Core.
   """
-  B, L, HV = g.shape
+  sizes = inputs.check_stage(g=(g, "B L HV"))
+  B, L, HV = (sizes[c] for c in ("B", "L", "HV"))
   bounds = metadata.chunk_bounds(B, L, chunk_size, cu_seqlens, chunk_indices)
   out = pallas.call(
     _cumsum_kernel,

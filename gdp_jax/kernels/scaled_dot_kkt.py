@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gdp_jax import config, metadata
+from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 from gdp_jax.metadata import CHUNK_SIZE
 
@@ -36,8 +36,10 @@ def chunk_scaled_dot_kkt_fwd(
 
   Source: the WY form, arXiv 2406.06484; `core.ssm.ops.gdp.scaled_dot_kkt` of Megatron Core.
   """
-  B, R, H, K = k.shape
-  HV = beta.shape[-1]
+  if beta is None:
+    raise ValueError("beta must be an array [B, R, HV], got None")
+  sizes = inputs.check_stage(k=(k, "B R H K"), beta=(beta, "B R HV"), g=(g, "B R HV"))
+  B, R, K, HV = (sizes[c] for c in ("B", "R", "K", "HV"))
   bounds = metadata.chunk_bounds(B, R, chunk_size, cu_seqlens, chunk_indices)
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
   cfg = config.choose("chunk_scaled_dot_kkt_fwd", K, K, k.dtype)

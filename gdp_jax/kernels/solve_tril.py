@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gdp_jax import config, metadata
+from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 
 _DIAGONAL = 16  # rows of the diagonal blocks that are inverted by substitution
@@ -38,7 +38,8 @@ def solve_tril(
 
   Source: the WY form, arXiv 2406.06484; `core.ssm.ops.gdp.solve_tril` of Megatron Core.
   """
-  B, R, HV, C = A.shape
+  sizes = inputs.check_stage(A=(A, "B R HV C"))
+  B, R, HV, C = (sizes[c] for c in ("B", "R", "HV", "C"))
   bounds = metadata.chunk_bounds(B, R, C, cu_seqlens, chunk_indices)
   Ti = pallas.call(
     _solve_tril_kernel,
@@ -46,7 +47,7 @@ def solve_tril(
     A.reshape(B * R, HV, C),
     grid=(bounds.shape[0], HV),
     out_shape=jax.ShapeDtypeStruct((B * R, HV, C), output_dtype),
-    config=config.choose("solve_tril", C, C, output_dtype),
+    config=config.choose("solve_tril", C, C, jnp.bfloat16 if allow_tf32 else jnp.float32),
     implementation=implementation,
     name="gdp_solve_tril",
     dot=None,
@@ -87,18 +88,18 @@ def _solve_tril_kernel(
   same = block[:, None, None, None] == block[None, None, :, None]
   X = jnp.where(same, X[:, :, None, :], 0.0).reshape(C, C)
 
-  i = jnp.arange(C, dtype=jnp.int32)
-  rows = start + i
-  A = pallas.load(pallas.tile(A_ref, rows, hv, i), (rows < stop)[:, None]).astype(jnp.float32)
+  cols = jnp.arange(C, dtype=jnp.int32)
+  rows = start + cols
+  A = pallas.load(pallas.tile(A_ref, rows, hv, cols), (rows < stop)[:, None]).astype(jnp.float32)
   shift = D.bit_length() - 1
   size = D
   while size < C:
     # Pairs of inverted blocks of `size` rows become one: [[X1, 0], [-X2 A21 X1, X2]].
-    row, col = i[:, None] >> shift, i[None, :] >> shift
+    row, col = cols[:, None] >> shift, cols[None, :] >> shift
     pair = (row == col + 1) & ((col & 1) == 0)
     A_off = jnp.where(pair, A, 0.0)
     X = X - dot(dot(X, A_off, precision=precision), X, precision=precision)
     size, shift = 2 * size, shift + 1
 
   Ti = jnp.where((rows < stop)[:, None], X, 0.0)
-  pallas.store(pallas.tile(Ti_ref, rows, hv, i), Ti, (rows < write_stop)[:, None])
+  pallas.store(pallas.tile(Ti_ref, rows, hv, cols), Ti, (rows < write_stop)[:, None])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gdp_jax import config, metadata
+from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 from gdp_jax.metadata import CHUNK_SIZE
 
@@ -37,9 +37,10 @@ def recompute_w_u_fwd(
 
   Source: the WY form, arXiv 2406.06484; `core.ssm.ops.gdp.wy_fast` of Megatron Core.
   """
-  B, R, H, K = k.shape
-  HV, V = v.shape[2:]
-  C = A.shape[-1]
+  sizes = inputs.check_stage(
+    k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), A=(A, "B R HV C"), g=(g, "B R HV")
+  )
+  B, R, K, HV, V, C = (sizes[c] for c in ("B", "R", "K", "HV", "V", "C"))
   bounds = metadata.chunk_bounds(B, R, C, cu_seqlens, chunk_indices)
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
   cfg = config.choose("recompute_w_u_fwd", K, V, k.dtype)
@@ -148,8 +149,13 @@ def chunk_gated_delta_product_bwd_wy(
 
   Source: this project; checked against autodiff of the recurrence.
   """
-  B, R, HV, V = v.shape
-  K, M = k.shape[-1], num_householder
+  M = num_householder
+  states = "B S HV K V"
+  sizes = inputs.check_stage(
+    M, k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), h=(h, states), dh=(dh, states),
+    v_new=(v_new, "B R HV V"), dres=(dres, "B R HV V"), dk=(dk, "B R HV K"), g=(g, "B R HV"),
+  )  # fmt: skip
+  B, R, K, HV, V = (sizes[c] for c in ("B", "R", "K", "HV", "V"))
   tokens = None if cu_seqlens is None else cu_seqlens // M
   bounds = metadata.chunk_bounds(B, R // M, chunk_size, tokens)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
@@ -182,8 +188,9 @@ def chunk_gated_delta_product_bwd_wy(
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
-  unflat = lambda x: None if x is None else x.reshape(B, R, *x.shape[1:])
-  return unflat(dk), unflat(dv), unflat(dbeta), unflat(dg)
+  if dg is not None:
+    dg = dg.reshape(B, R, HV)
+  return dk.reshape(B, R, HV, K), dv.reshape(B, R, HV, V), dbeta.reshape(B, R, HV), dg
 
 
 def _bwd_wy_kernel(
