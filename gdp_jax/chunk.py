@@ -6,7 +6,7 @@ head dims, N sequences.
 
 from functools import partial
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,11 @@ def chunk_gated_delta_product(
   output_final_state: bool = False,
   use_qk_l2norm_in_kernel: bool = False,
   cu_seqlens: jax.Array | np.ndarray | list[int] | tuple[int, ...] | None = None,
+  state: jax.Array | None = None,
+  state_indices: jax.Array | np.ndarray | None = None,
+  output_chunk_states: bool = False,
   implementation: str | None = None,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Any, ...]:
   """The gated delta product of a sequence, or of several packed into one, computed in chunks.
 
   Per head, with a state S [K, V] and r = t*M + j:
@@ -60,12 +63,22 @@ def chunk_gated_delta_product(
       at 0, never decreases, ends at or below T. Equal neighbours are empty sequences; outputs
       behind the last offset are 0. A list, tuple or NumPy array is checked; an array on the device
       is not read back, and a bad one gives wrong numbers, never an access out of bounds.
+    state: pool of states [S, HV, K, V], fp32 or bf16, from which the initial states are read and to
+      which the final ones are written: prefill of a server, see
+      `gdp_jax.fused_recurrent_gated_delta_product`. Not with initial_state or output_final_state.
+    state_indices: int32 [N], each sequence's slot in the pool. -1 is skipped: no slot is read or
+      written, and its outputs are 0, whatever its inputs hold.
+    output_chunk_states: whether to return the state at each chunk's start as well, for prefix
+      caching. No gradient flows through them.
     implementation: "pallas" (CUDA GPUs), "xla" (any device), "interpret" (the Pallas kernels run
       without a GPU, slowly, for tests), or None: Pallas where the code is lowered for CUDA and
       K <= 256, else XLA.
 
   Returns:
-    o [B, T, HV, V] with v's dtype, and the final state [N, HV, K, V] in fp32, or None.
+    o [B, T, HV, V] with v's dtype, and the final state [N, HV, K, V] in fp32, or None; with a pool,
+    the pool in its place. With output_chunk_states also the states [B, NC, HV, K, V] at the start
+    of each chunk of 64 tokens, in k's dtype (fp32 for fp16): packed, sequence n's chunks follow
+    those of sequence n-1, and unused entries are 0.
 
   Raises:
     TypeError, ValueError: naming the argument, what was expected and what was given.
@@ -89,17 +102,23 @@ def chunk_gated_delta_product(
   Source: DeltaProduct, arXiv 2502.10297; Gated Delta Networks, arXiv 2412.06464; the WY form,
   arXiv 2406.06484.
   """
-  inputs.check_implementation(implementation, q.shape[-1] if np.ndim(q) else 0)
   cu_seqlens = inputs.check_arguments(
     q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
   )
+  inputs.check_implementation(implementation, q.shape[-1])
+  N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  expected = (v.shape[2], q.shape[-1], v.shape[3])
+  state_indices = inputs.check_pool(
+    state, state_indices, N, expected, initial_state, output_final_state
+  )
   try:
     return _chunk(
-      q, k, v, g, beta, initial_state, cu_seqlens,
+      q, k, v, g, beta, initial_state, cu_seqlens, state, state_indices,
       num_householder=int(num_householder),
       scale=inputs.default_scale(scale, q.shape[-1]),
       output_final_state=bool(output_final_state),
       use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+      output_chunk_states=bool(output_chunk_states),
       implementation=implementation,
     )  # fmt: skip
   except TypeError as error:
@@ -111,28 +130,53 @@ def chunk_gated_delta_product(
 @partial(
   jax.jit,
   static_argnames=(
-    "num_householder", "scale", "output_final_state", "use_qk_l2norm_in_kernel", "implementation",
+    "num_householder", "scale", "output_final_state", "use_qk_l2norm_in_kernel",
+    "output_chunk_states", "implementation",
   ),
 )  # fmt: skip
 def _chunk(
-  q, k, v, g, beta, initial_state, cu_seqlens,
-  *, num_householder, scale, output_final_state, use_qk_l2norm_in_kernel, implementation,
+  q, k, v, g, beta, initial_state, cu_seqlens, state, state_indices,
+  *, num_householder, scale, output_final_state, use_qk_l2norm_in_kernel, output_chunk_states,
+  implementation,
 ):  # fmt: skip
+  if state is not None:
+    live = (state_indices >= 0) & (state_indices < state.shape[0])
+    # Nowhere, for what is skipped: a negative index would count from the pool's end.
+    slots = jnp.where(live, state_indices, state.shape[0])
+    initial_state = state.at[slots].get(mode="fill", fill_value=0)
+    output_final_state = True
+    q, k, v, g, beta = (_where_live(x, live, q.shape[1], cu_seqlens) for x in (q, k, v, g, beta))
   if use_qk_l2norm_in_kernel:
     q, k = l2_normalize(q), l2_normalize(k)
   dtype = v.dtype
   if dtype == jnp.float16:
     # The state and what is read from it may exceed fp16's range where the output does not.
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-  static = _Static(implementation, num_householder, scale, output_final_state)
+  static = _Static(implementation, num_householder, scale, output_final_state, output_chunk_states)
   args = (q, k, v, g, beta, initial_state, cu_seqlens)
   if 0 in v.shape:
-    o, final_state = _nothing(static, *args)
+    o, final_state, h = _nothing(static, *args)
   elif implementation == "xla" or (implementation is None and q.shape[-1] > 256):
-    o, final_state, _ = _forward(static, xla, *args)  # differentiable as it is
+    o, final_state, h, _ = _forward(static, xla, *args)  # differentiable as it is
   else:
-    o, final_state = _kernels(static, *args)
-  return o.astype(dtype), final_state
+    o, final_state, h = _kernels(static, *args)
+  o = o.astype(dtype)
+  if state is not None:
+    o = _where_live(o, live, q.shape[1], cu_seqlens)
+    final_state = state.at[slots].set(final_state.astype(state.dtype), mode="drop")
+  return (o, final_state, lax.stop_gradient(h)) if output_chunk_states else (o, final_state)
+
+
+def _where_live(x, live, T, cu_seqlens):
+  """x [B, T or R, ...] with zeros in the sequences that are skipped."""
+  if x is None:
+    return None
+  mask = jnp.broadcast_to(live[:, None], (live.shape[0], T))
+  if cu_seqlens is not None:
+    offsets = metadata.sanitize_cu_seqlens(cu_seqlens, T)
+    mask = live[metadata.sequence_of(jnp.arange(T), offsets)][None]
+  mask = jnp.repeat(mask, x.shape[1] // max(T, 1), axis=1)
+  return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 _FIRST_ORDER = (
@@ -148,24 +192,25 @@ class _Static(NamedTuple):
   num_householder: int
   scale: float
   output_final_state: bool
+  output_chunk_states: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernels(static, *args):
-  o, final_state, _ = _dispatch(_forward, static, *args)
-  return o, final_state
+  return _dispatch(_forward, static, *args)[:3]
 
 
 def _kernels_fwd(static, *args):
   # Kept: the inputs, and Ti, 4 C bytes a row and value head (C = 64: 256). Recomputed: the states
   # of the row chunks and v_new, which in bf16 at K = V = 128 would be 2 K V / C + 2 V = 768 bytes.
-  o, final_state, Ti = _dispatch(_forward, static, *args)
-  return (o, final_state), (args, Ti)
+  *out, Ti = _dispatch(_forward, static, *args)
+  return tuple(out), (args, Ti)
 
 
 def _kernels_bwd(static, residuals, cotangents):
   args, Ti = residuals
-  return *_dispatch(_backward, static, *args, Ti, *cotangents), None
+  do, dfinal_state, _ = cotangents  # of the states it is 0: see output_chunk_states
+  return *_dispatch(_backward, static, *args, Ti, do, dfinal_state), None
 
 
 _kernels.defvjp(_kernels_fwd, _kernels_bwd)
@@ -204,7 +249,7 @@ def _forward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens):
   o = stages.chunk_gated_delta_product_fwd_o(
     q, k, v_new, h, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
   )
-  return o, final_state, Ti
+  return o, final_state, h if static.output_chunk_states else None, Ti
 
 
 def _backward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens, Ti, do, dfinal_state):
@@ -275,9 +320,10 @@ def _nothing(static, q, k, v, g, beta, initial_state, cu_seqlens):
   B, T, _, K = q.shape
   HV, V = v.shape[2:]
   o = jnp.zeros((B, T, HV, V), v.dtype)
+  h = jnp.zeros((B, 0, HV, K, V), k.dtype) if static.output_chunk_states else None
   if not static.output_final_state:
-    return o, None
+    return o, None, h
   if initial_state is None:
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     initial_state = jnp.zeros((N, HV, K, V))
-  return o, initial_state.astype(jnp.float32)
+  return o, initial_state.astype(jnp.float32), h

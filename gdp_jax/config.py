@@ -70,4 +70,8 @@ def choose(stage: str, K: int, V: int, dtype) -> Config:
     return Config(block(K, most), block(V, most), num_stages=1)
   if stage == "chunk_gated_delta_product_bwd_wy":
     return Config(block(K, 64), block(V, 64), num_stages=1)
+  if stage == "fused_recurrent_gated_delta_product_fwd":
+    # All of K in one tile: a column of the state is read, and written, by one program.
+    whole_k = max(16, 1 << (K - 1).bit_length())
+    return Config(whole_k, block(V, 64), num_warps=2 if K <= 128 else 4, num_stages=1)
   raise ValueError(f"stage must be one of the kernels' names, got {stage!r}")

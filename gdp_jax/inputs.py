@@ -105,6 +105,59 @@ def check_implementation(implementation: Any, K: int) -> None:
     )
 
 
+def check_pool(
+  state: Any,
+  state_indices: Any,
+  N: int,
+  expected: tuple[int, ...],
+  initial_state: Any = None,
+  output_final_state: bool = False,
+) -> jax.Array | None:
+  """Checks a pool of states, each of the expected shape (HV, K, V), and N sequences' slots in it.
+
+  Returns:
+    state_indices as int32 on the device, or None if there is no pool.
+
+  Raises:
+    TypeError, ValueError: one of the two is missing, or of another kind, dtype or shape; or there
+      is another initial or final state besides.
+  """
+  if (state is None) != (state_indices is None):
+    given = "state" if state_indices is None else "state_indices"
+    raise ValueError(f"state and state_indices go together, got only {given}")
+  if state is None:
+    return None
+  if initial_state is not None:
+    raise ValueError("initial_state cannot be combined with state, which holds it")
+  if output_final_state:
+    raise ValueError("output_final_state cannot be combined with state, which takes it")
+  if not isinstance(state, (jax.Array, np.ndarray)):
+    raise TypeError(f"state must be a JAX or NumPy array, got {_kind(state)}")
+  if state.dtype not in (jnp.float32, jnp.bfloat16):
+    raise TypeError(f"state must have dtype float32 or bfloat16, got {state.dtype}")
+  if state.ndim != 4 or state.shape[0] < 1 or state.shape[1:] != expected:
+    raise ValueError(f"state must have shape [S, HV, K, V] with S >= 1 and [HV, K, V] = {expected},"
+                     f" got {state.shape}")  # fmt: skip
+  if isinstance(state_indices, (list, tuple)):
+    state_indices = np.asarray(state_indices)
+  if not isinstance(state_indices, (jax.Array, np.ndarray)):
+    raise TypeError(f"state_indices must be an array, list or tuple, got {_kind(state_indices)}")
+  if not jnp.issubdtype(state_indices.dtype, jnp.signedinteger):
+    raise TypeError(f"state_indices must have a signed integer dtype, got {state_indices.dtype}")
+  if state_indices.shape != (N,):
+    raise ValueError(f"state_indices must have shape [N] = {(N,)}, got {state_indices.shape}")
+  if isinstance(state_indices, np.ndarray):
+    S = state.shape[0]
+    bad = state_indices[(state_indices < -1) | (state_indices >= S)]
+    if bad.size:
+      raise ValueError(f"state_indices must be -1 or in [0, S) with S={S}, got {bad[0]}")
+    slots = state_indices[state_indices >= 0]
+    if np.unique(slots).size != slots.size:
+      raise ValueError(f"state_indices must not name a slot twice, got {state_indices.tolist()}")
+    return jax.device_put(state_indices.astype(np.int32))
+  return state_indices.astype(jnp.int32)
+
+
 def check_stage(num_householder: int = 1, **arrays: tuple[Any, str]) -> dict[str, int]:
   """Checks the arrays of a single stage against each other, before a kernel may index them.
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from gdp_jax import inputs, metadata
-from gdp_jax.l2norm import l2_normalize
+from gdp_jax.l2norm import l2_normalize, wide_dtype
 
 
 def recurrent_gated_delta_product(
@@ -42,7 +42,8 @@ def recurrent_gated_delta_product(
   and computed in float64.
 
   Returns:
-    o [B, T, HV, V] with v's dtype, and the final state [N, HV, K, V] in fp32, or None.
+    o [B, T, HV, V] with v's dtype, and the final state [N, HV, K, V] in fp32 (float64 for float64
+    arrays), or None.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -78,7 +79,7 @@ def _recurrence(
   HV, V = v.shape[2:]
   M = num_householder
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-  dtype = jnp.promote_types(q.dtype, jnp.float32)
+  dtype = wide_dtype(q.dtype)
 
   q, k = q.astype(dtype), k.astype(dtype)
   if use_qk_l2norm_in_kernel:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gdp_jax import metadata
+from gdp_jax.l2norm import l2_normalize
 from gdp_jax.metadata import CHUNK_SIZE
 
 LOG2_E = 1.4426950408889634
@@ -306,6 +307,57 @@ def chunk_gated_delta_product_bwd_wy(
 def _pad_chunks(x, count):
   """[chunk, ...] with chunks of zeros for the padding's, which store no state."""
   return jnp.pad(x, [(0, count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
+
+
+def fused_recurrent_gated_delta_product_fwd(
+  q, k, v, g, beta, scale, state=None, state_indices=None, num_householder=1,
+  use_qk_l2norm_in_kernel=False, output_state=True, output_intermediate_states=False,
+):  # fmt: skip
+  N, T = q.shape[:2]
+  M, (HV, V), K = num_householder, v.shape[2:], q.shape[-1]
+  dtype = jnp.float32 if state is None or state_indices is None else state.dtype
+  live = jnp.ones((N,), bool)
+  if state is None:
+    S = jnp.zeros((N, HV, K, V), jnp.float32)
+  elif state_indices is None:
+    S = state.astype(jnp.float32)
+  else:
+    live = (state_indices >= 0) & (state_indices < state.shape[0])
+    # Nowhere, for padding: a negative index would count from the pool's end.
+    slots = jnp.where(live, state_indices, state.shape[0])
+    S = state.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+  def per_token(x, heads=None):  # [T, N, M, ...] in fp32, zeros for padding
+    x = jnp.where(live.reshape(N, *[1] * (x.ndim - 1)), x, 0).astype(jnp.float32)
+    if heads:
+      x = l2_normalize(x) if use_qk_l2norm_in_kernel else x
+      x = _repeat_heads(x, heads)
+    return jnp.swapaxes(x.reshape(N, T, -1, *x.shape[2:]), 0, 1)
+
+  xs = dict(q=per_token(q, HV), k=per_token(k, HV), v=per_token(v), beta=per_token(beta))
+  if g is not None:
+    xs["g"] = per_token(g)
+
+  def token(S, x):
+    if g is not None:
+      S = S * jnp.exp(x["g"][:, 0])[..., None, None]
+    for j in range(M):
+      k, v, beta = x["k"][:, j], x["v"][:, j], x["beta"][:, j]
+      error = beta[..., None] * (v - _einsum("nhkv,nhk->nhv", S, k))
+      S = S + k[..., :, None] * error[..., None, :]
+    o = scale * _einsum("nhkv,nhk->nhv", S, x["q"][:, 0])
+    rounded = S.astype(dtype)
+    return rounded.astype(jnp.float32), (o, rounded if output_intermediate_states else None)
+
+  S, (o, states) = lax.scan(token, S, xs)
+  o = jnp.swapaxes(o, 0, 1).astype(v.dtype)
+  if output_intermediate_states:
+    states = jnp.swapaxes(states, 0, 1)
+  if not output_state:
+    return o, None, states
+  if state is not None and state_indices is not None:
+    S = state.at[slots].set(S.astype(dtype), mode="drop")
+  return o, S, states
 
 
 class _Chunks:

@@ -126,6 +126,8 @@ def _gates(kind, rng, shape):
     return weak
   if kind == "strong":
     return rng.uniform(-20, 0, shape)
+  if kind == "stronger":
+    return rng.uniform(-30, 0, shape)
   if kind == "half_zero":
     return weak * rng.integers(0, 2, shape)
   if kind == "spike":  # at the first token of a chunk, zeros after it and in every other chunk
@@ -203,21 +205,23 @@ def check(case: Case, implementation: str, bound: float | None = None) -> dict[s
   return actual
 
 
-def each(cases, *, xla=None, interpret=()):
+def each(cases, *, xla=None, default=(), interpret=()):
   """Parametrises (case, implementation): every case compiled on a GPU and, on any machine, in XLA.
 
   Args:
     cases: a list of Case.
     xla: the names of those to run in XLA, if that should not be all.
+    default: the names of those to run with no implementation named.
     interpret: the names of those whose kernels are also run in interpret mode, seconds each.
   """
   names = {case.name for case in cases}
   xla = names if xla is None else set(xla)
-  assert len(names) == len(cases) and xla <= names and set(interpret) <= names
+  chosen = {"xla": xla, None: set(default), "interpret": set(interpret), "pallas": names}
+  assert len(names) == len(cases) and all(some <= names for some in chosen.values())
   params = []
   for case in cases:
-    for implementation in ("xla", "interpret", "pallas"):
-      if case.name in dict(xla=xla, interpret=interpret, pallas=names)[implementation]:
+    for implementation in chosen:
+      if case.name in chosen[implementation]:
         marks = [pytest.mark.gpu] if implementation == "pallas" else []
         params.append(
           pytest.param(case, implementation, marks=marks, id=f"{case.name}-{implementation}")

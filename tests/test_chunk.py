@@ -275,7 +275,6 @@ def test_mixed_dtypes_and_a_scale(implementation):
   assert_close(dict(o=o, final_state=state), expected, BOUNDS["bfloat16"], case.name)
 
 
-@pytest.mark.xfail(strict=True, reason="jnp.promote_types has no path from bf16 to fp32 then")
 def test_strict_dtype_promotion():
   case = Case("strict", B=1, T=20, dtype="bfloat16", l2norm=True)
   with jax.numpy_dtype_promotion("strict"):

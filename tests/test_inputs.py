@@ -155,11 +155,7 @@ def test_bad_argument(operator, changed, error, parts):
 @pytest.mark.parametrize(
   "operator",
   [
-    pytest.param(
-      chunk_gated_delta_product,
-      id="chunk",
-      marks=pytest.mark.xfail(strict=True, reason="reads q.shape before it checks q's kind"),
-    ),
+    pytest.param(chunk_gated_delta_product, id="chunk"),
     pytest.param(recurrent_gated_delta_product, id="recurrent"),
   ],
 )

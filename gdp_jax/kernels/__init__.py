@@ -10,6 +10,7 @@ from gdp_jax.kernels.chunk_o import (
   chunk_gated_delta_product_fwd_o,
 )
 from gdp_jax.kernels.cumsum import chunk_local_cumsum
+from gdp_jax.kernels.fused_recurrent import fused_recurrent_gated_delta_product_fwd
 from gdp_jax.kernels.scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
 from gdp_jax.kernels.solve_tril import solve_tril
 from gdp_jax.kernels.wy_fast import chunk_gated_delta_product_bwd_wy, recompute_w_u_fwd
@@ -23,6 +24,7 @@ __all__ = [
   "chunk_gated_delta_product_fwd_wy_h",
   "chunk_local_cumsum",
   "chunk_scaled_dot_kkt_fwd",
+  "fused_recurrent_gated_delta_product_fwd",
   "recompute_w_u_fwd",
   "solve_tril",
 ]

@@ -83,7 +83,8 @@ def chunk_gated_delta_product_fwd_wy_h(
 
   Returns:
     h, v_new, final_state as `chunk_gated_delta_product_fwd_h`; with output_row_states h is
-    [B, NC * M, HV, K, V], row chunk m of token chunk c at c*M + m.
+    [B, NC * M, HV, K, V], row chunk m of token chunk c at c*M + m, those of a partial token chunk's
+    empty row chunks not written.
 
   Source: this project.
   """

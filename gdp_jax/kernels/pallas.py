@@ -18,8 +18,14 @@ from gdp_jax.config import Config
 program_id, when = pl.program_id, pl.when
 
 
-def call(kernel, *args, grid, out_shape, config: Config, implementation: str, name: str, **static):
+def call(
+  kernel, *args, grid, out_shape, config: Config, implementation: str, name: str, in_place=False,
+  **static,
+):  # fmt: skip
   """Runs `kernel(*arg_refs, *out_refs, **static)`; an argument may be None, and arrives so.
+
+  With `in_place` the second result takes the place of the last argument: what the kernel does not
+  write stays as it was.
 
   Raises:
     ValueError: implementation is neither "pallas" nor "interpret".
@@ -41,6 +47,7 @@ def call(kernel, *args, grid, out_shape, config: Config, implementation: str, na
     out_shape=out_shape,
     interpret=interpret,
     name=name,
+    input_output_aliases={len(jax.tree.leaves(args)) - 1: 1} if in_place else {},
     compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
   )(*args)
 

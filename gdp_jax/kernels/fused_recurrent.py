@@ -1,0 +1,159 @@
+"""The recurrence itself, for one or a few tokens of many requests: decode."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gdp_jax import config, inputs
+from gdp_jax.kernels import pallas
+from gdp_jax.l2norm import EPS
+
+
+def fused_recurrent_gated_delta_product_fwd(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array | None,
+  beta: jax.Array,
+  scale: float,
+  state: jax.Array | None = None,
+  state_indices: jax.Array | None = None,
+  num_householder: int = 1,
+  use_qk_l2norm_in_kernel: bool = False,
+  output_state: bool = True,
+  output_intermediate_states: bool = False,
+  *,
+  implementation: str = "pallas",
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+  """Reads each request's state, takes its T tokens one by one, writes the state back.
+
+  Args:
+    q: queries [N, T, H, K].
+    k: keys [N, R, H, K].
+    v: values [N, R, HV, V].
+    g: natural-log decay [N, T, HV], or None.
+    beta: step sizes [N, R, HV].
+    scale: factor of the output.
+    state: with state_indices a pool [S, HV, K, V]; without, one state a request [N, HV, K, V], or
+      None for zeros. The arithmetic is fp32; between two tokens the state is rounded to the pool's
+      dtype, so that bits do not depend on how many tokens a call takes.
+    state_indices: int32 [N], each request's slot in the pool. A slot outside [0, S) is padding:
+      nothing is read or written, o is 0. No other slot may occur twice.
+    num_householder: M.
+    use_qk_l2norm_in_kernel: normalise q and k.
+    output_state: whether to write the last state.
+    output_intermediate_states: whether to return the state after each token.
+    implementation: "pallas" or "interpret".
+
+  Returns:
+    o [N, T, HV, V] with v's dtype; the pool with its slots replaced, in place where it can be (a
+    new fp32 array [N, HV, K, V] without a pool), or None; the states after each token
+    [N, T, HV, K, V] in the pool's dtype, or None.
+
+  Source: DeltaProduct, arXiv 2502.10297; `core.ssm.ops.gdp` of Megatron Core.
+  """
+  M, pooled = num_householder, state_indices is not None
+  sizes = inputs.check_stage(
+    M, q=(q, "N T H K"), k=(k, "N R H K"), v=(v, "N R HV V"), g=(g, "N T HV"),
+    beta=(beta, "N R HV"), state=(state, "S HV K V" if pooled else "N HV K V"),
+    state_indices=(state_indices, "N"),
+  )  # fmt: skip
+  N, T, K, HV, V = (sizes[c] for c in ("N", "T", "K", "HV", "V"))
+  cfg = config.choose("fused_recurrent_gated_delta_product_fwd", K, V, jnp.float32)
+  dtype = state.dtype if pooled and state is not None else jnp.float32
+  state_out = None
+  if output_state:
+    shape = state.shape if pooled and state is not None else (N, HV, K, V)
+    state_out = jax.ShapeDtypeStruct(shape, dtype)
+  states = jax.ShapeDtypeStruct((N, T, HV, K, V), dtype) if output_intermediate_states else None
+  return pallas.call(
+    _fused_recurrent_kernel,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    state_indices,
+    state,
+    grid=(N, HV, -(-V // cfg.block_v)),
+    out_shape=(jax.ShapeDtypeStruct((N, T, HV, V), v.dtype), state_out, states),
+    # The pool is the last operand that there is, and the second result.
+    in_place=pooled and output_state,
+    config=cfg,
+    implementation=implementation,
+    name="gdp_fused_recurrent_fwd",
+    scale=scale,
+    M=M,
+    l2norm=use_qk_l2norm_in_kernel,
+    block_k=cfg.block_k,
+    block_v=cfg.block_v,
+  )
+
+
+def _fused_recurrent_kernel(
+  q_ref,  # [N, T, H, K]
+  k_ref,  # [N, R, H, K]
+  v_ref,  # [N, R, HV, V]
+  g_ref,  # [N, T, HV] or None
+  beta_ref,  # [N, R, HV]
+  indices_ref,  # [N] or None
+  state_ref,  # [S or N, HV, K, V] or None
+  o_ref,  # [N, T, HV, V]
+  out_ref,  # [S or N, HV, K, V] or None
+  states_ref,  # [N, T, HV, K, V] or None
+  *,
+  scale,
+  M,
+  l2norm,
+  block_k,
+  block_v,
+):
+  """A program owns one request of one value head, and block_v columns of its state."""
+  n, hv, block = (pallas.program_id(i) for i in range(3))
+  T, K, HV, V = q_ref.shape[1], q_ref.shape[3], v_ref.shape[2], v_ref.shape[3]
+  head = hv // (HV // q_ref.shape[2])
+  k_cols = jnp.arange(block_k, dtype=jnp.int32)
+  v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
+  k_exists, v_exists = k_cols < K, v_cols < V
+  if indices_ref is None:
+    slot, live = n, True
+  else:
+    slot = pallas.load_scalar(indices_ref, n)
+    live = (slot >= 0) & (slot < state_ref.shape[0])
+    slot = jnp.where(live, slot, 0)
+  tile_exists = k_exists[:, None] & v_exists[None, :] & live
+
+  def vector(ref, row, head, cols, exists):
+    return pallas.load(ref.at[n, row, head, cols], exists & live).astype(jnp.float32)
+
+  def key(ref, row):
+    x = vector(ref, row, head, k_cols, k_exists)
+    return x * lax.rsqrt(jnp.sum(x * x) + EPS) if l2norm else x
+
+  def token(t, S):
+    if g_ref is not None:
+      S *= jnp.exp(pallas.load(g_ref.at[n, t, hv], live).astype(jnp.float32))
+    for j in range(M):
+      row = t * M + j
+      k, v = key(k_ref, row), vector(v_ref, row, hv, v_cols, v_exists)
+      beta = pallas.load(beta_ref.at[n, row, hv], live).astype(jnp.float32)
+      read = jnp.sum(S * k[:, None], axis=0)
+      S += k[:, None] * (beta * (v - read))[None, :]
+    o = scale * jnp.sum(S * key(q_ref, t)[:, None], axis=0)
+    pallas.store(o_ref.at[n, t, hv, v_cols], o, v_exists)
+    for ref in (out_ref, states_ref):
+      if ref is not None:
+        S = S.astype(ref.dtype).astype(jnp.float32)
+    if states_ref is not None:
+      view = states_ref.at[n, t, hv, k_cols[:, None], v_cols[None, :]]
+      pallas.store(view, S, k_exists[:, None] & v_exists[None, :])
+    return S
+
+  view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
+  if state_ref is None:
+    S = jnp.zeros((block_k, block_v), jnp.float32)
+  else:
+    S = pallas.load(view(state_ref), tile_exists).astype(jnp.float32)
+  S = lax.fori_loop(0, T, token, S)
+  if out_ref is not None:
+    pallas.store(view(out_ref), S, tile_exists)

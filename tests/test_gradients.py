@@ -1,0 +1,595 @@
+"""Gradients: every implementation against autodiff of the recurrence in float64.
+
+The kernels' cases run compiled on a CUDA GPU; elsewhere a few of them run in interpret mode. On a
+CPU implementation=None is the kernels' own differentiation rule with the stages in jnp, where "xla"
+is plain autodiff of these.
+"""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import PALLAS, Case, assert_close, assert_same_bits, each, make_inputs
+
+from gdp_jax import chunk_gated_delta_product, config, kernels, recurrent_gated_delta_product
+
+STREAMS = ("q", "k", "v", "g", "beta")
+NAMES = (*STREAMS, "initial_state")
+IMPLEMENTATIONS = ("xla", None, "interpret", PALLAS)
+RULE = (None, "interpret", PALLAS)  # those with a differentiation rule of their own
+
+# Relative L2 errors against the float64 recurrence, of each tensor and each Householder copy.
+# float32: the contract is 1e-4. 7e-7 is measured on weak gates, of which 1e-5 is asked.
+# bfloat16, float16: the backward pass rounds as often as the forward one, whose bound is 6e-3:
+#   sqrt(2) times that. dg and dbeta are sums of products of rounded tensors with both signs, which
+#   cancel in part: twice as much.
+STRONG = dict.fromkeys(NAMES, 1e-4)
+HALF = dict.fromkeys(NAMES, 1e-2) | dict(g=2e-2, beta=2e-2)
+BOUNDS = {"float32": dict.fromkeys(NAMES, 1e-5), "bfloat16": HALF, "float16": HALF}
+
+# Compiling is what takes time here, and LLVM's optimisation most of that on a CPU.
+QUICK = dict(compiler_options={"xla_backend_optimization_level": 0})
+jit = functools.partial(jax.jit, **(QUICK if jax.default_backend() == "cpu" else {}))
+
+# Tests that are about values share these two shapes: two token chunks, in four row chunks of which
+# the last is empty; and sequences of 3, 0, 0, 67 and 0 tokens before ten of padding.
+BASE = Case("base", T=70)
+PACKED = Case("packed", T=80, cu_seqlens=(0, 3, 3, 3, 70, 70))
+SMALL = Case("small", B=1, T=20, H=1, HV=2, K=16, V=24)
+base = functools.partial(dataclasses.replace, BASE)
+packed = functools.partial(dataclasses.replace, PACKED)
+
+
+def on_stream(name, case, tokens):
+  """A number of tokens as a number of rows, for the tensors that have M rows a token."""
+  return tokens if name in ("q", "g") else tokens * case.M
+
+
+def make_cotangents(case):
+  """Of o, in v's dtype, and of the final state."""
+  rng = np.random.default_rng(case.seed + 1000)
+  do = rng.standard_normal((case.B, case.T, case.HV, case.V))
+  dfinal_state = rng.standard_normal((case.N, case.HV, case.K, case.V))
+  return do.astype(jnp.dtype(case.dtype)), dfinal_state.astype(np.float32)
+
+
+def operator(case, implementation):
+  """(inputs, cu_seqlens) -> (o, final_state). `implementation` may also be "recurrence"."""
+
+  def f(inputs, cu_seqlens):
+    kwargs = dict(
+      num_householder=case.M, use_qk_l2norm_in_kernel=case.l2norm, output_final_state=True,
+      cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+    if implementation == "recurrence":
+      return recurrent_gated_delta_product(**inputs, **kwargs)
+    return chunk_gated_delta_product(**inputs, **kwargs, implementation=implementation)
+
+  return f
+
+
+def offsets(case):
+  return None if case.cu_seqlens is None else np.array(case.cu_seqlens, np.int32)
+
+
+@functools.cache
+def pullback(M, l2norm, implementation):
+  """The compiled (inputs, offsets, cotangents) -> cotangents of the inputs."""
+  f = operator(Case("static", M=M, l2norm=l2norm), implementation)
+
+  def g(inputs, cu_seqlens, cotangents):
+    # The integer offsets are an argument like the others here.
+    dinputs, dcu_seqlens = jax.vjp(f, inputs, cu_seqlens)[1](cotangents)
+    assert cu_seqlens is None or dcu_seqlens.dtype == jax.dtypes.float0
+    return dinputs
+
+  return jax.jit(g, **QUICK) if implementation == "recurrence" else jit(g)
+
+
+def gradients(case, implementation, inputs=None, cotangents=None):
+  """{name: gradient} of the inputs that there are, for a case's own cotangents or others."""
+  inputs = make_inputs(case) if inputs is None else inputs
+  cotangents = make_cotangents(case) if cotangents is None else cotangents
+  pull = pullback(case.M, case.l2norm, implementation)
+  if implementation != "recurrence":
+    return to_numpy(pull(inputs, offsets(case), cotangents))
+  with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float64), (inputs, cotangents))
+    return to_numpy(pull(wide[0], offsets(case), wide[1]))
+
+
+def to_numpy(gradients):
+  return {name: np.asarray(x) for name, x in gradients.items() if x is not None}
+
+
+@functools.cache
+def oracle(case):
+  return gradients(case, "recurrence")
+
+
+def assert_gradients(actual, expected, case, bounds=None):
+  """Each gradient is as expected: of k, v and beta also each Householder copy's alone."""
+  bounds = BOUNDS[case.dtype] if bounds is None else bounds
+  assert actual.keys() == expected.keys()
+  for name in expected:
+    parts = [
+      {f"d{name}{part}": y for part, y in copies(name, x[name], case.M).items()}
+      for x in (actual, expected)
+    ]
+    # exp(-100) is 0 in fp32.
+    parts[1] = {part: np.where(np.abs(y) < 1e-30, 0, y) for part, y in parts[1].items()}
+    assert_close(*parts, bounds[name], case.name)
+
+
+def copies(name, x, M):
+  if name not in ("k", "v", "beta") or M == 1:
+    return {"": x}
+  return {"": x} | {f" of copy {j}": x[:, j::M] for j in range(M)}
+
+
+def check(case, implementation, bounds=None, inputs=None):
+  """A case's gradients, or those of other inputs of its shape, after a look at their dtypes."""
+  inputs = make_inputs(case) if inputs is None else inputs
+  actual = gradients(case, implementation, inputs)
+  chex.assert_trees_all_equal_dtypes(actual, to_numpy(inputs))
+  expected = gradients(case, "recurrence", inputs)
+  assert_gradients(actual, expected, case, bounds)
+  return actual
+
+
+# Numerics
+
+WEAK = [
+  base(name="weak"),
+  base(name="half-zero", gate="half_zero"),
+  base(name="gate0", gate=0.0),
+  base(name="gate-1", gate=-1.0),
+  base(name="zero-keys", keys="zero"),
+]
+
+
+@each(WEAK, default={case.name for case in WEAK}, interpret={case.name for case in WEAK})
+def test_weak_gates(case, implementation):
+  check(case, implementation)
+
+
+HARD = [
+  base(name="gate-6", gate=-6.0),
+  base(name="gate-20", gate=-20.0),
+  base(name="gate-100", gate=-100.0),
+  base(name="strong", gate="stronger"),
+  base(name="spike", gate="spike"),
+  base(name="correlated", keys="correlated"),
+  base(name="identical", keys="identical", beta=1.9, gate=0.0),
+]
+
+
+@each(HARD, default={case.name for case in HARD}, interpret={case.name for case in HARD})
+def test_strong_gates_and_similar_keys(case, implementation):
+  if implementation == "xla" and case.gate == -20:
+    # Autodiff sums terms of either sign, of pairs of rows with no decay between them, to a dg of
+    # 1e-9. The rule leaves them out.
+    actual, expected = gradients(case, "xla"), oracle(case)
+    chex.assert_trees_all_close(actual["g"], expected["g"].astype(np.float32), rtol=0, atol=1e-6)
+    actual["g"] = expected["g"]
+    assert_gradients(actual, expected, case, STRONG)
+  else:
+    check(case, implementation, STRONG)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_resets(implementation):
+  """Nothing comes through a gate of -inf, and its own gradient is no more than rounding."""
+  case = base(name="reset", gate="reset")
+  actual = check(case, implementation, STRONG)
+  dg, reset = actual["g"], np.isneginf(make_inputs(case)["g"])
+  assert np.abs(dg[reset]).max() <= 1e-6 * np.abs(dg).max()
+  assert not np.any(actual["initial_state"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_no_gate_equals_gates_of_0(implementation):
+  zeros = gradients(base(gate=0.0), implementation)
+  del zeros["g"]
+  actual = check(base(name="no-gate", gate=None), implementation)
+  assert_gradients(actual, zeros, BASE, dict.fromkeys(NAMES, 2e-6))
+
+
+@pytest.mark.parametrize("implementation", [None, PALLAS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_l2norm(implementation, dtype):
+  """A zero key, a zero query, a key whose square underflows; in bf16, the others a thousand long."""
+  case = Case("l2norm", B=1, T=20, M=1, dtype=dtype, l2norm=True)
+  inputs = make_inputs(case)
+  if dtype == "bfloat16":
+    inputs["q"] *= 1000
+    inputs["k"] *= 1000
+  inputs["q"][:, 3] = 0
+  inputs["k"][:, 5] = 0
+  inputs["k"][:, 7] = 1e-20
+  actual = check(case, implementation, inputs=inputs)
+  assert all(np.all(np.isfinite(x)) for x in actual.values())
+
+
+DTYPES = [
+  base(name="bfloat16", dtype="bfloat16"),
+  base(name="bfloat16-strong", dtype="bfloat16", gate="stronger"),
+  base(name="float16", dtype="float16"),
+  *(base(name=f"bfloat16-M{M}", T=130, M=M, dtype="bfloat16") for M in (1, 3, 4)),
+]
+
+
+@each(
+  DTYPES,
+  xla={"bfloat16", "bfloat16-strong"},
+  default={"bfloat16", "bfloat16-strong", "float16"},
+  interpret={"bfloat16", "bfloat16-strong"},
+)
+def test_dtypes(case, implementation):
+  check(case, implementation)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, PALLAS])
+def test_mixed_dtypes(implementation):
+  """Each gradient has its primal's dtype; half precision of g, beta and the state is exact."""
+  case = Case("mixed", B=1, T=20, dtype="bfloat16")
+  inputs = make_inputs(case)
+  for name, dtype in (("g", np.float16), ("beta", jnp.bfloat16), ("initial_state", jnp.bfloat16)):
+    inputs[name] = inputs[name].astype(dtype)
+  check(case, implementation, inputs=inputs)
+
+
+# Shapes
+
+LENGTHS = [
+  Case("T1-M1", T=1, M=1),
+  Case("T17-M3", T=17, M=3, gate=None, initial_state=False),
+  Case("T63-M2", T=63),
+  Case("T64-M1", T=64, M=1),
+  Case("T65-M4", T=65, M=4),
+  Case("T200-M3", T=200, M=3),
+]
+
+
+@each(LENGTHS, xla={"T17-M3"}, default={"T1-M1", "T65-M4"}, interpret={"T17-M3"})
+def test_lengths(case, implementation):
+  check(case, implementation)
+
+
+# Between them these meet every block size, and each width meets both dtypes.
+WIDTHS = [
+  Case(f"K{K}-V{V}", B=1, T=127, H=1, HV=2, K=K, V=V, dtype=("float32", "bfloat16")[(i + j) % 2])
+  for i, K in enumerate((16, 48, 60, 96, 100, 160, 192, 256))
+  for j, V in enumerate((16, 60, 64, 128))
+]
+WIDTHS += [
+  Case(f"K256-V{V}-{dtype}", B=1, T=127, H=1, HV=2, K=256, V=V, dtype=dtype)
+  for V in (256, 512)
+  for dtype in ("float32", "bfloat16")
+]
+WIDTHS += [Case("K80-V20", B=1, T=20, H=1, HV=3, K=80, V=20)]
+
+
+@each(WIDTHS, xla=(), interpret={"K80-V20"})
+def test_widths(case, implementation):
+  check(case, implementation)
+
+
+@pytest.mark.parametrize("implementation", [None, PALLAS])
+def test_each_value_head_reads_its_key_head(implementation):
+  case = Case("gva", B=1, T=20, H=2, HV=6)
+  inputs = make_inputs(case)
+  inputs["v"] *= np.arange(1, 7, dtype=np.float32)[:, None]
+  actual, expected = (gradients(case, i, inputs) for i in (implementation, "recurrence"))
+  for i in range(case.HV):  # one by one, or the large ones hide the small
+    heads = dict.fromkeys(("v", "g", "beta"), i) | dict(q=i // 3, k=i // 3)
+    one = [
+      {name: x[:, :, heads[name]] for name, x in tree.items() if name in heads}
+      | dict(initial_state=tree["initial_state"][:, i])
+      for tree in (actual, expected)
+    ]
+    assert_gradients(*one, dataclasses.replace(case, name=f"value head {i}"))
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, "interpret", PALLAS])
+@pytest.mark.parametrize("case", [Case("T0", T=0), Case("T0-packed", T=0, cu_seqlens=(0, 0, 0))])
+def test_nothing_to_do(implementation, case):
+  actual = gradients(case, implementation)
+  chex.assert_trees_all_equal(actual.pop("initial_state"), make_cotangents(case)[1])
+  assert all(x.size == 0 for x in actual.values())
+
+
+@pytest.mark.parametrize("implementation", RULE)
+def test_copies_with_beta_0_do_nothing(implementation):
+  case = Case("beta-0", B=1, T=20, M=3)
+  inputs = make_inputs(case)
+  inputs["beta"][:, 1::3] = inputs["beta"][:, 2::3] = 0
+  actual = check(case, implementation, inputs=inputs)
+  one = inputs | {name: inputs[name][:, ::3] for name in ("k", "v", "beta")}
+  expected = gradients(dataclasses.replace(case, M=1), "recurrence", one)
+  for name in ("k", "v"):
+    assert not np.any(actual[name][:, 1::3]) and not np.any(actual[name][:, 2::3])
+  actual |= {name: actual[name][:, ::3] for name in ("k", "v", "beta")}
+  assert_gradients(actual, expected, dataclasses.replace(case, M=1))
+
+
+# Packing
+
+OFFSETS = [
+  (0, 3, 3, 3, 70, 70),
+  (0, 0, 0, 0, 0, 0),
+  (0, 16, 40, 40, 40, 40),
+  (0, 64, 65, 66, 80, 80),
+  (0, 1, 2, 66, 79, 80),
+]
+OFFSETS = [packed(name="-".join(map(str, x)), cu_seqlens=x) for x in OFFSETS]
+
+
+@each(OFFSETS, default={case.name for case in OFFSETS}, interpret={case.name for case in OFFSETS})
+def test_offsets(case, implementation):
+  actual = check(case, implementation)
+  empty = np.diff(case.cu_seqlens) == 0
+  dfinal_state = make_cotangents(case)[1]
+  chex.assert_trees_all_equal(actual["initial_state"][empty], dfinal_state[empty])
+
+
+MORE_PACKED = [
+  packed(name="M1-no-gate", M=1, gate=None, initial_state=False),
+  packed(name="M3-bf16", M=3, dtype="bfloat16"),
+  packed(name="M4-strong", M=4, gate="strong"),
+  Case("100-of-1", T=100, M=1, H=4, HV=4, K=16, V=16, cu_seqlens=tuple(range(101))),
+]
+
+
+@each(MORE_PACKED, xla=(), default={"M1-no-gate"}, interpret={"M3-bf16"})
+def test_more_packed(case, implementation):
+  check(case, implementation, STRONG if case.gate == "strong" else None)
+
+
+def poison(case, inputs, cotangents, start, stop):
+  """NaN in everything of tokens start to stop."""
+  for name in STREAMS:
+    inputs[name][:, on_stream(name, case, start) : on_stream(name, case, stop)] = np.nan
+  cotangents[0][:, start:stop] = np.nan
+
+
+@pytest.mark.parametrize("case", [PACKED, packed(name="l2norm", l2norm=True)], ids=lambda c: c.name)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_may_hold_nan(implementation, case):
+  if case.l2norm and implementation == "interpret":
+    pytest.skip("the norm is outside the kernels")
+  expected = gradients(case, implementation)
+  inputs, cotangents = make_inputs(case), make_cotangents(case)
+  poison(case, inputs, cotangents, case.valid_tokens, case.T)
+  actual = gradients(case, implementation, inputs, cotangents)
+  for name in STREAMS:
+    assert not np.any(actual[name][:, on_stream(name, case, case.valid_tokens) :]), f"d{name}"
+  assert_same_bits(actual, expected, "padding of NaN")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_sequences_do_not_touch_each_other(implementation):
+  """Sequence 1 and its cotangents turn into NaN; the others' gradients keep their bits."""
+  case = packed(cu_seqlens=(0, 20, 50, 50, 75, 75))
+  expected = gradients(case, implementation)
+  inputs, cotangents = make_inputs(case), make_cotangents(case)
+  poison(case, inputs, cotangents, 20, 50)
+  cotangents[1][1] = np.nan
+  actual = gradients(case, implementation, inputs, cotangents)
+  for tree in (actual, expected):
+    for name in STREAMS:
+      tree[name][:, on_stream(name, case, 20) : on_stream(name, case, 50)] = 0
+    tree["initial_state"][1] = 0
+  assert_same_bits(actual, expected, "sequences beside one of NaN")
+
+
+# Cotangents
+
+
+@pytest.mark.parametrize("case", [BASE, PACKED], ids=lambda case: case.name)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_zero_cotangents(implementation, case):
+  zeros = jax.tree.map(np.zeros_like, make_cotangents(case))
+  for name, x in gradients(case, implementation, cotangents=zeros).items():
+    assert not np.any(x), f"d{name}"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_causality(implementation):
+  """Outputs before t have no gradient, to the bit, in inputs at or after t."""
+  do, dfinal_state = make_cotangents(BASE)
+  for t in (1, 15, 31, 32, 33, 64, 69):
+    cotangents = do.copy(), np.zeros_like(dfinal_state)
+    cotangents[0][:, t:] = 0
+    for name, x in gradients(BASE, implementation, cotangents=cotangents).items():
+      if name in STREAMS:
+        start = on_stream(name, BASE, t)
+        assert not np.any(x[:, start:]), f"d{name} at or after {t}"
+        # A token's own decay, key, value and step size are read by its query.
+        assert np.all(np.any(x[:, start - 1].reshape(BASE.B, -1), axis=1)), f"d{name} before {t}"
+
+
+@pytest.mark.parametrize("implementation", RULE)
+def test_cotangents_of_a_transpose_a_slice_and_a_sum(implementation):
+  case = SMALL
+  rng = np.random.default_rng(1)
+  wide = rng.standard_normal((case.B, case.HV, case.V, case.T)).astype(np.float32)
+  f = operator(case, implementation)
+
+  def loss(inputs):
+    o, final_state = f(inputs, None)
+    transposed = jnp.sum(jnp.transpose(o, (0, 2, 3, 1)) * wide)
+    return transposed + jnp.sum(o[:, 3:9, 1, ::2] ** 2) + jnp.sum(o) + jnp.sum(final_state[:, :, 5])
+
+  def explicit(o, final_state):
+    do = np.transpose(wide, (0, 3, 1, 2)) + 1
+    do[:, 3:9, 1, ::2] += 2 * o[:, 3:9, 1, ::2]
+    dfinal_state = np.zeros_like(final_state)
+    dfinal_state[:, :, 5] = 1
+    return do, dfinal_state
+
+  inputs = make_inputs(case)
+  value, actual = jit(jax.value_and_grad(loss))(inputs)
+  o, final_state = jax.tree.map(np.asarray, recurrent_gated_delta_product(
+    **inputs, num_householder=case.M, output_final_state=True))  # fmt: skip
+  expected_value = np.sum(np.transpose(o, (0, 2, 3, 1)) * wide) + np.sum(o[:, 3:9, 1, ::2] ** 2)
+  expected_value += np.sum(o) + np.sum(final_state[:, :, 5])
+  chex.assert_trees_all_close(value, expected_value, rtol=1e-4)
+  expected = gradients(case, "recurrence", inputs, explicit(o, final_state))
+  assert_gradients(to_numpy(actual), expected, case)
+
+
+def test_only_one_output():
+  """No final state is asked for, or only the state is used."""
+  case = SMALL
+  inputs, (do, dfinal_state) = make_inputs(case), make_cotangents(case)
+
+  def no_state(v):
+    o, _ = chunk_gated_delta_product(**inputs | dict(v=v), num_householder=case.M)
+    return jnp.sum(o * do)
+
+  actual = np.asarray(jit(jax.grad(no_state))(inputs["v"]))
+  expected = gradients(case, "recurrence", cotangents=(do, np.zeros_like(dfinal_state)))["v"]
+  assert_close(dict(dv=actual), dict(dv=expected), 1e-5, "no final state")
+
+
+# Transformations
+
+
+def loss_of(case, implementation):
+  """inputs -> sum of the outputs times `make_cotangents(case)`."""
+  f, cotangents = operator(case, implementation), make_cotangents(case)
+
+  def loss(inputs, cu_seqlens=offsets(case)):
+    outputs = f(inputs, cu_seqlens)
+    return sum(jnp.sum(x * dx) for x, dx in zip(outputs, cotangents, strict=True))
+
+  return loss
+
+
+@pytest.mark.parametrize(
+  "transform",
+  [jax.grad, lambda loss: jit(jax.grad(jax.checkpoint(loss)))],
+  ids=["eager", "checkpoint"],
+)
+@pytest.mark.parametrize("implementation", [None, PALLAS])
+def test_eager_and_checkpoint(implementation, transform):
+  actual = transform(loss_of(SMALL, implementation))(make_inputs(SMALL))
+  assert_gradients(to_numpy(actual), oracle(SMALL), SMALL)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_vmap_of_grad(implementation):
+  """Over inputs and offsets at once."""
+  values = np.array([[0, 5, 20], [0, 0, 17], [0, 20, 20]], np.int32)
+  cases = [
+    dataclasses.replace(SMALL, seed=seed, cu_seqlens=tuple(x.tolist()), name=f"vmap of {x}")
+    for seed, x in enumerate(values)
+  ]
+  stacked = jax.tree.map(lambda *x: np.stack(x), *(make_inputs(case) for case in cases))
+  actual = jit(jax.vmap(jax.grad(loss_of(cases[0], implementation))))(stacked, values)
+  cotangents = make_cotangents(cases[0])
+  for i, case in enumerate(cases):
+    expected = gradients(case, "recurrence", cotangents=cotangents)
+    assert_gradients(to_numpy(jax.tree.map(lambda x, i=i: x[i], actual)), expected, case)
+
+
+@pytest.mark.parametrize("implementation", [None, PALLAS])
+def test_scan_over_layers(implementation):
+  """Three layers by lax.scan, recomputed in the backward pass, against three calls in float64."""
+  inputs = make_inputs(SMALL)
+  do, _ = make_cotangents(SMALL)
+
+  def layer(implementation):
+    f = operator(SMALL, implementation)
+
+    def apply(x, weight):
+      v = jnp.repeat(x * weight, SMALL.M, axis=1)
+      o, final_state = f({n: y.astype(v.dtype) for n, y in inputs.items()} | dict(v=v), None)
+      return x + o, jnp.mean(final_state)
+
+    return apply
+
+  def scanned(x, weights):
+    x, means = jax.lax.scan(jax.checkpoint(layer(implementation)), x, weights)
+    return jnp.sum(x * do) + jnp.sum(means)
+
+  def unrolled(x, weights):
+    means = 0
+    for weight in weights:
+      x, mean = layer("recurrence")(x, weight)
+      means += mean
+    return jnp.sum(x * do) + means
+
+  x = inputs["v"][:, :: SMALL.M]
+  weights = np.random.default_rng(2).uniform(0.5, 2, (3, SMALL.V)).astype(np.float32)
+  names = ("x", "weights")
+  actual = jit(jax.grad(scanned, (0, 1)))(x, weights)
+  with jax.enable_x64(True):
+    wide = x.astype(np.float64), weights.astype(np.float64)
+    expected = jit(jax.grad(unrolled, (0, 1)))(*wide)
+    expected = [np.asarray(y) for y in expected]
+  actual, expected = dict(zip(names, actual, strict=True)), dict(zip(names, expected, strict=True))
+  assert_close(actual, expected, 1e-5, "three layers")
+
+
+FORWARD_MODE = {
+  "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+  "jvp-of-jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
+  "linearize": lambda f, x: jax.linearize(f, x),
+  "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+  "jvp-of-grad": lambda f, x: jax.jvp(jax.grad(f), (x,), (x,)),
+  "grad-of-grad": lambda f, x: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))(x),
+  "hessian": lambda f, x: jax.jit(jax.hessian(f))(x),
+}
+
+
+@pytest.mark.parametrize("transform", FORWARD_MODE.values(), ids=FORWARD_MODE.keys())
+@pytest.mark.parametrize("implementation", RULE)
+def test_forward_mode_and_second_order_are_refused(implementation, transform):
+  inputs, loss = make_inputs(SMALL), loss_of(SMALL, implementation)
+  with pytest.raises((TypeError, NotImplementedError), match='implementation="xla"'):
+    transform(lambda v: loss(inputs | dict(v=v)), inputs["v"])
+
+
+def test_forward_mode_and_second_order_in_xla():
+  case = dataclasses.replace(SMALL, T=5)
+  inputs = make_inputs(case)
+  direction = make_inputs(dataclasses.replace(case, seed=1))
+
+  def products(inputs, direction, implementation):
+    """The loss's derivative along a direction, and the Hessian's product with it, both ways."""
+    loss = loss_of(case, implementation)
+    squared = lambda x: loss(x) ** 2
+    _, derivative = jax.jvp(loss, (inputs,), (direction,))
+    _, forward = jax.jvp(jax.grad(squared), (inputs,), (direction,))
+    along = lambda x: sum(jnp.vdot(jax.grad(squared)(x)[n], direction[n]) for n in direction)
+    return derivative, forward, jax.grad(along)(inputs)
+
+  f = functools.partial(jit, static_argnums=2)(products)
+  actual = f(inputs, direction, "xla")
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda x: x.astype(np.float64), (inputs, direction))
+    expected = jax.tree.map(np.asarray, f(*wide, "recurrence"))
+  chex.assert_trees_all_close(actual[0], expected[0].astype(np.float32), rtol=1e-4)
+  for i in (1, 2):
+    assert_gradients(to_numpy(actual[i]), expected[i], case, STRONG)
+
+
+# What the kernels are given
+
+
+def equations(jaxpr):
+  """Every equation outside the kernels, calls and loops opened."""
+  is_jaxpr = lambda x: hasattr(x, "eqns")
+  for eqn in jaxpr.eqns:
+    inner = []
+    if eqn.primitive.name != "pallas_call":
+      inner = filter(is_jaxpr, jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr))
+    yield eqn, inner
+    for x in inner:
+      yield from equations(x)
