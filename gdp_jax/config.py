@@ -70,6 +70,8 @@ def choose(stage: str, K: int, V: int, dtype) -> Config:
     return Config(block(K, most), block(V, most), num_stages=1)
   if stage == "chunk_gated_delta_product_bwd_wy":
     return Config(block(K, 64), block(V, 64), num_stages=1)
+  if stage == "prepare_fwd":
+    return Config(block_v=1024)
   if stage == "fused_recurrent_gated_delta_product_fwd":
     # All of K in one tile: a column of the state is read, and written, by one program.
     whole_k = max(16, 1 << (K - 1).bit_length())

@@ -1,7 +1,11 @@
 """From a projection's output to the operator's arguments, for prefill and decode alike."""
 
+from functools import partial
+
 import jax
-import jax.numpy as jnp
+from jax import lax
+
+from gdp_jax import inputs, kernels, xla
 
 
 def prepare(
@@ -15,8 +19,9 @@ def prepare(
   num_v_heads: int | None = None,
   num_householder: int = 1,
   allow_neg_eigval: bool = False,
+  implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-  """Splits one projection into q, k, v, g and beta: plain jnp, which XLA fuses.
+  """Splits one projection into q, k, v, g and beta.
 
   The projection's channels are, one after the other, q [H, K], k [M, H, K], v [M, HV, V],
   b [M, HV] and, with a forget gate, a [HV]; then
@@ -36,6 +41,8 @@ def prepare(
     num_v_heads: HV, a multiple of H; default H.
     num_householder: M.
     allow_neg_eigval: step sizes up to 2, so that a step may reflect.
+    implementation: "pallas", "xla", "interpret" or None, as for `chunk_gated_delta_product`; when
+      differentiated it is plain jnp.
 
   Returns:
     q [B, T, H, K], k [B, T*M, H, K], v [B, T*M, HV, V] with x's dtype, g [B, T, HV] or None and
@@ -56,6 +63,7 @@ def prepare(
 
   Source: Gated Delta Networks, arXiv 2412.06464; `core.ssm.ops.gdp` of Megatron Core.
   """
+  inputs.check_implementation(implementation, 1)
   H, K, V, M = num_heads, head_k_dim, head_v_dim, num_householder
   HV = H if num_v_heads is None else num_v_heads
   if HV % H:
@@ -70,21 +78,32 @@ def prepare(
   if A_log is None and dt_bias is not None:
     raise ValueError("dt_bias needs A_log: without it there is no forget gate")
 
-  B, T, _ = x.shape
-  ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
-  q, k, v, b, *a = jnp.split(x, ends, axis=-1)
-  beta = jax.nn.sigmoid(b.astype(jnp.float32)).reshape(B, T * M, HV)
-  if allow_neg_eigval:
-    beta = 2 * beta
-  g = None
-  if A_log is not None:
-    z = a[0].astype(jnp.float32)
-    if dt_bias is not None:
-      z = z + dt_bias.astype(jnp.float32)
-    # One exponential of the sum of logs: exp(A_log) and softplus(z) may overflow and underflow
-    # where their product does neither. Far below 0, log softplus(z) is z.
-    log_softplus = jnp.where(z < -15, z, jnp.log(jax.nn.softplus(jnp.maximum(z, -15))))
-    g = -jnp.exp(jnp.minimum(A_log.astype(jnp.float32) + log_softplus, 80))
-  q = q.reshape(B, T, H, K)
-  k, v = k.reshape(B, T * M, H, K), v.reshape(B, T * M, HV, V)
-  return q, k, v, g, beta
+  B, T, D = x.shape
+  static = (implementation, tuple(sizes), bool(allow_neg_eigval))
+  q, k, v, beta, g = _prepare(static, x.reshape(B * T, D), A_log, dt_bias)
+  return (
+    q.reshape(B, T, H, K),
+    k.reshape(B, T * M, H, K),
+    v.reshape(B, T * M, HV, V),
+    None if g is None else g.reshape(B, T, HV),
+    beta.reshape(B, T * M, HV),
+  )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _prepare(static, *args):
+  implementation, *rest = static
+  plain = lambda *args: xla.prepare_fwd(*args, *rest)
+  kernel = lambda implementation: (
+    lambda *args: kernels.prepare_fwd(*args, *rest, implementation=implementation)
+  )
+  if implementation == "xla":
+    return plain(*args)
+  if implementation is None:
+    return lax.platform_dependent(*args, cuda=kernel("pallas"), default=plain)
+  return kernel(implementation)(*args)
+
+
+@_prepare.defjvp
+def _prepare_jvp(static, primals, tangents):
+  return jax.jvp(lambda *args: xla.prepare_fwd(*args, *static[1:]), primals, tangents)

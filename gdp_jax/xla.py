@@ -45,14 +45,19 @@ def chunk_scaled_dot_kkt_fwd(
   return chunks.join(A).astype(output_dtype)
 
 
-def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False):
+def solve_tril(
+  A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False,
+  output_low=False,
+):  # fmt: skip
   del allow_tf32  # there is no faster solver to allow
   C = A.shape[-1]
   chunks = _Chunks(A, C, cu_seqlens, chunk_indices)
   L = jnp.swapaxes(chunks.split(A), 1, 2)
   eye = jnp.broadcast_to(jnp.eye(C, dtype=L.dtype), L.shape)
   Ti = lax.linalg.triangular_solve(L + eye, eye, left_side=True, lower=True, unit_diagonal=True)
-  return chunks.join(jnp.swapaxes(Ti, 1, 2)).astype(output_dtype)
+  Ti = chunks.join(jnp.swapaxes(Ti, 1, 2))
+  high = Ti.astype(output_dtype)
+  return (high, (Ti - high.astype(Ti.dtype)).astype(output_dtype)) if output_low else high
 
 
 def recompute_w_u_fwd(k, v, beta, A, g=None, cu_seqlens=None, chunk_indices=None):
@@ -81,15 +86,15 @@ def chunk_gated_delta_product_fwd_h(
 
 def chunk_gated_delta_product_fwd_wy_h(
   k, v, beta, A, g=None, initial_state=None, output_final_state=False, cu_seqlens=None,
-  num_householder=1, output_row_states=False,
+  num_householder=1, output_row_states=False, A_low=None,
 ):  # fmt: skip
   def v_new(x, S):
     kS = _einsum("bihk,bhkv->bihv", x["k"], S) * jnp.exp2(x["g"])[..., None]
     return _einsum("bihj,bjhv->bihv", x["A"], x["beta"][..., None] * (x["v"] - kS))
 
   return _sweep(
-    v_new, k, dict(v=v, beta=beta, A=A), v, g, initial_state, output_final_state, A.shape[-1],
-    cu_seqlens, num_householder, 1 if output_row_states else num_householder,
+    v_new, k, dict(v=v, beta=beta, A=_sum(A, A_low)), v, g, initial_state, output_final_state,
+    A.shape[-1], cu_seqlens, num_householder, 1 if output_row_states else num_householder,
   )  # fmt: skip
 
 
@@ -198,7 +203,7 @@ def chunk_gated_delta_product_bwd_o(
 
 def chunk_gated_delta_product_bwd_h(
   q, k, beta, A, do, dv, g=None, g_tokens=None, scale=None, dfinal_state=None,
-  output_dinitial_state=True, cu_seqlens=None, num_householder=1,
+  output_dinitial_state=True, cu_seqlens=None, num_householder=1, A_low=None,
 ):  # fmt: skip
   B, R, HV, V = dv.shape
   K, M, C = k.shape[-1], num_householder, A.shape[-1]
@@ -206,7 +211,7 @@ def chunk_gated_delta_product_bwd_h(
   chunks, xs = _token_chunks(k, C, cu_seqlens, M)
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
   dfinal = jnp.zeros((N, HV, K, V)) if dfinal_state is None else dfinal_state
-  inputs = dict(k=xs(_repeat_heads(k, HV)), beta=xs(beta), A=xs(A), dv=xs(dv))
+  inputs = dict(k=xs(_repeat_heads(k, HV)), beta=xs(beta), A=xs(_sum(A, A_low)), dv=xs(dv))
   inputs["g"] = chunks.hold_last(xs(jnp.zeros((B, R, HV)) if g is None else g))
 
   def token_xs(x):  # [chunk, B, C, ...]; the token stream has the row stream's chunks
@@ -360,6 +365,31 @@ def fused_recurrent_gated_delta_product_fwd(
   return o, S, states
 
 
+def prepare_fwd(x, A_log, dt_bias, sizes, allow_neg_eigval=False):
+  ends = [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)]
+  q, k, v, b, *a = jnp.split(x, ends, axis=-1)
+  g = None if A_log is None else log_decay(a[0], A_log, 0.0 if dt_bias is None else dt_bias)
+  return q, k, v, step_size(b, allow_neg_eigval), g
+
+
+def step_size(b, allow_neg_eigval):
+  """beta, in fp32."""
+  beta = lax.logistic(b.astype(jnp.float32))
+  return 2 * beta if allow_neg_eigval else beta
+
+
+def log_decay(a, A_log, dt_bias):
+  """g = -exp(A_log) softplus(a + dt_bias) in fp32, finite everywhere."""
+  z = a.astype(jnp.float32) + jnp.asarray(dt_bias, jnp.float32)
+  # One exponential of the sum of logs: exp(A_log) and softplus(z) may overflow and underflow where
+  # their product does neither. Far below 0, log softplus(z) is z; softplus(z) = max(z, 0) +
+  # log(1 + exp(-|z|)).
+  safe = jnp.maximum(z, -15.0)
+  softplus = jnp.maximum(safe, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(safe)))
+  log_softplus = jnp.where(z < -15.0, z, jnp.log(softplus))
+  return -jnp.exp(jnp.minimum(A_log.astype(jnp.float32) + log_softplus, 80.0))
+
+
 class _Chunks:
   """Cuts a stream [B, L, ...] into chunks [NC, C, ...] in fp32, and puts them together again.
 
@@ -463,6 +493,10 @@ def _decay(g_row, g_col, keep):
   """2^(g_row_i - g_col_j) [NC, C, HV, C] where `keep`, else 0; masked before the exponential."""
   difference = g_row[:, :, :, None] - jnp.swapaxes(g_col, 1, 2)[:, None]
   return jnp.where(keep, jnp.exp2(jnp.where(keep, difference, 0)), 0)
+
+
+def _sum(high, low):
+  return high if low is None else high.astype(jnp.float32) + low.astype(jnp.float32)
 
 
 def _repeat_heads(x, HV, axis=2):

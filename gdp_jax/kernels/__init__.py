@@ -11,6 +11,7 @@ from gdp_jax.kernels.chunk_o import (
 )
 from gdp_jax.kernels.cumsum import chunk_local_cumsum
 from gdp_jax.kernels.fused_recurrent import fused_recurrent_gated_delta_product_fwd
+from gdp_jax.kernels.prepare import prepare_fwd
 from gdp_jax.kernels.scaled_dot_kkt import chunk_scaled_dot_kkt_fwd
 from gdp_jax.kernels.solve_tril import solve_tril
 from gdp_jax.kernels.wy_fast import chunk_gated_delta_product_bwd_wy, recompute_w_u_fwd
@@ -25,6 +26,7 @@ __all__ = [
   "chunk_local_cumsum",
   "chunk_scaled_dot_kkt_fwd",
   "fused_recurrent_gated_delta_product_fwd",
+  "prepare_fwd",
   "recompute_w_u_fwd",
   "solve_tril",
 ]

@@ -50,7 +50,7 @@ def chunk_gated_delta_product_fwd_h(
   Source: Gated Delta Networks, arXiv 2412.06464; `core.ssm.ops.gdp.chunk_h` of Megatron Core.
   """
   return _fwd_h(
-    k, u, w, None, None, g, initial_state, output_final_state, chunk_size, cu_seqlens,
+    k, u, w, None, None, None, g, initial_state, output_final_state, chunk_size, cu_seqlens,
     num_householder, num_householder, implementation, "chunk_gated_delta_product_fwd_h",
   )  # fmt: skip
 
@@ -66,6 +66,7 @@ def chunk_gated_delta_product_fwd_wy_h(
   cu_seqlens: jax.Array | None = None,
   num_householder: int = 1,
   output_row_states: bool = False,
+  A_low: jax.Array | None = None,
   *,
   implementation: str = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -76,7 +77,8 @@ def chunk_gated_delta_product_fwd_wy_h(
 
   Args:
     k, v, beta: keys [B, R, H, K], values [B, R, HV, V], step sizes [B, R, HV].
-    A: the inverted block Ti [B, R, HV, C].
+    A: the inverted block Ti [B, R, HV, C], in k's dtype.
+    A_low: what rounding Ti to A's dtype has left, like A, or None: Ti is A + A_low.
     g, initial_state, output_final_state, cu_seqlens, num_householder, implementation: as for
       `chunk_gated_delta_product_fwd_h`.
     output_row_states: store S at the start of each row chunk, as the backward pass needs it.
@@ -90,21 +92,21 @@ def chunk_gated_delta_product_fwd_wy_h(
   """
   stride = 1 if output_row_states else num_householder
   return _fwd_h(
-    k, v, None, A, beta, g, initial_state, output_final_state, A.shape[-1], cu_seqlens,
+    k, v, None, A, A_low, beta, g, initial_state, output_final_state, A.shape[-1], cu_seqlens,
     num_householder, stride, implementation, "chunk_gated_delta_product_fwd_wy_h",
   )  # fmt: skip
 
 
 def _fwd_h(
-  k, x, w, A, beta, g, initial_state, output_final_state, C, cu_seqlens, M, stride,
+  k, x, w, A, A_low, beta, g, initial_state, output_final_state, C, cu_seqlens, M, stride,
   implementation, stage,
 ):  # fmt: skip
   """Both forward sweeps; x is u where there is w, else v."""
   sizes = inputs.check_stage(
     M, **{
       "k": (k, "B R H K"), "v" if w is None else "u": (x, "B R HV V"), "w": (w, "B R HV K"),
-      "A": (A, "B R HV C"), "beta": (beta, "B R HV"), "g": (g, "B R HV"),
-      "initial_state": (initial_state, "N HV K V"),
+      "A": (A, "B R HV C"), "A_low": (A_low, "B R HV C"), "beta": (beta, "B R HV"),
+      "g": (g, "B R HV"), "initial_state": (initial_state, "N HV K V"),
     },
   )  # fmt: skip
   B, R, K, HV, V = (sizes[c] for c in ("B", "R", "K", "HV", "V"))
@@ -120,6 +122,7 @@ def _fwd_h(
     flat(x),
     flat(w),
     flat(A),
+    flat(A_low),
     flat(beta),
     flat(g),
     initial_state,
@@ -163,6 +166,7 @@ def _fwd_h_kernel(
   x_ref,  # [B*R, HV, V]: u where there is w, else v
   w_ref,  # [B*R, HV, K] or None
   Ti_ref,  # [B*R, HV, C] or None, with
+  Ti_low_ref,  # [B*R, HV, C] or None
   beta_ref,  # [B*R, HV] or None
   g_ref,  # [B*R, HV] or None
   initial_ref,  # [N, HV, K, V] or None
@@ -218,8 +222,10 @@ def _fwd_h_kernel(
       if g_ref is not None:
         kS *= jnp.exp2(g)[:, None]
       beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
-      Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
-      v_new = pallas.split_dot(dot, Ti, beta[:, None] * (x - kS), k_ref.dtype)
+      residual = (beta[:, None] * (x - kS)).astype(Ti_ref.dtype)
+      v_new = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid), residual)
+      if Ti_low_ref is not None:
+        v_new += dot(pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), valid), residual)
     written = (rows < write_stop)[:, None]
     pallas.store(pallas.tile(v_new_ref, rows, hv, v_cols), v_new, written & v_exists)
 
@@ -259,6 +265,7 @@ def chunk_gated_delta_product_bwd_h(
   output_dinitial_state: bool = True,
   cu_seqlens: jax.Array | None = None,
   num_householder: int = 1,
+  A_low: jax.Array | None = None,
   *,
   implementation: str = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -272,7 +279,8 @@ def chunk_gated_delta_product_bwd_h(
     q: queries [B, T, H, K].
     k: keys [B, R, H, K].
     beta: step sizes [B, R, HV].
-    A: the inverted block Ti [B, R, HV, C].
+    A, A_low: the inverted block Ti = A + A_low [B, R, HV, C], see
+      `chunk_gated_delta_product_fwd_wy_h`.
     do: cotangent of o [B, T, HV, V].
     dv: what `chunk_gated_delta_product_bwd_o` adds to v_new's cotangent [B, R, HV, V].
     g: cumulative log2 decay within row chunks [B, R, HV], or None; g_tokens: within token chunks
@@ -295,8 +303,8 @@ def chunk_gated_delta_product_bwd_h(
   M = num_householder
   sizes = inputs.check_stage(
     M, q=(q, "B T H K"), k=(k, "B R H K"), beta=(beta, "B R HV"), A=(A, "B R HV C"),
-    do=(do, "B T HV V"), dv=(dv, "B R HV V"), g=(g, "B R HV"), g_tokens=(g_tokens, "B T HV"),
-    dfinal_state=(dfinal_state, "N HV K V"),
+    A_low=(A_low, "B R HV C"), do=(do, "B T HV V"), dv=(dv, "B R HV V"),
+    g=(g, "B R HV"), g_tokens=(g_tokens, "B T HV"), dfinal_state=(dfinal_state, "N HV K V"),
   )  # fmt: skip
   B, R, K, HV, V, C = (sizes[c] for c in ("B", "R", "K", "HV", "V", "C"))
   if (g is None) != (g_tokens is None):
@@ -312,6 +320,7 @@ def chunk_gated_delta_product_bwd_h(
     flat(k),
     flat(beta),
     flat(A),
+    flat(A_low),
     flat(do),
     flat(dv),
     flat(g),
@@ -343,6 +352,7 @@ def _bwd_h_kernel(
   k_ref,  # [B*R, H, K]
   beta_ref,  # [B*R, HV]
   Ti_ref,  # [B*R, HV, C]
+  Ti_low_ref,  # [B*R, HV, C] or None
   do_ref,  # [B*T, HV, V]
   dv_ref,  # [B*R, HV, V]
   g_ref,  # [B*R, HV] or None, with
@@ -392,8 +402,11 @@ def _bwd_h_kernel(
       beta *= jnp.exp2(g)
       dS = [dS_b * jnp.exp2(g_last) for dS_b in dS]
     dv_new = kdS + pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), valid & v_exists)
-    Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
-    dres = pallas.split_dot(dot, Ti, dv_new, k_ref.dtype, trans_a=True)
+    dv_new = dv_new.astype(Ti_ref.dtype)
+    dres = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid), dv_new, trans_a=True)
+    if Ti_low_ref is not None:
+      Ti_low = pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), valid)
+      dres += dot(Ti_low, dv_new, trans_a=True)
     written = (rows < write_stop)[:, None]
     pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, written & v_exists)
     dres = (dres * beta[:, None]).astype(k_ref.dtype)

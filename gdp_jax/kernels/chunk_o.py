@@ -130,7 +130,9 @@ def _fwd_o_kernel(
       attn += dot(q, k, trans_b=True)
     v = pallas.load(pallas.tile(v_ref, rows, hv, v_cols), valid & v_exists)
     # Rounding attn to bf16 would be this stage's largest error: the sum over rows cancels.
-    return o + pallas.split_dot(dot, attn * decay, v, v.dtype)
+    high, low = pallas.split(attn * decay, v.dtype)
+    o += dot(high, v)
+    return o if low is None else o + dot(low, v)
 
   o = lax.fori_loop(0, M, copy, o)
   view = pallas.tile(o_ref, tokens, hv, v_cols)

@@ -86,18 +86,12 @@ def dot(a, b, *, trans_a=False, trans_b=False, precision=None, interpret):
   return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def split_dot(dot, a, b, dtype, *, trans_a=False):
-  """a @ b for fp32 a, b, among operands of `dtype`.
-
-  In bf16, a is taken as the sum of two bf16 numbers, 16 bits of it, and b is rounded: twice a
-  bf16 product, and half the time of a tf32 one, whose operands need another layout.
-  """
-  b = b.astype(dtype)
-  if dtype == jnp.float32:
-    return dot(a, b, trans_a=trans_a)
+def split(a, dtype):
+  """fp32 a as the sum of two arrays of `dtype`: 16 bits of it in bf16. The second None in fp32."""
   high = a.astype(dtype)
-  low = (a - high.astype(jnp.float32)).astype(dtype)
-  return dot(high, b, trans_a=trans_a) + dot(low, b, trans_a=trans_a)
+  if dtype == jnp.float32:
+    return high, None
+  return high, (a - high.astype(jnp.float32)).astype(dtype)
 
 
 def blocks(size, block):

@@ -15,9 +15,10 @@ def solve_tril(
   chunk_indices: jax.Array | None = None,
   output_dtype=jnp.float32,
   allow_tf32: bool = False,
+  output_low: bool = False,
   *,
   implementation: str = "pallas",
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
   """Ti = (I + A)^-1 for the strictly lower triangular A of each chunk.
 
   Forward substitution on 16-row diagonal blocks, all of them at once, then merges of neighbours.
@@ -31,22 +32,24 @@ def solve_tril(
     output_dtype: of the result.
     allow_tf32: merge in tf32, about 3e-4 relative error, enough where A comes from bf16 keys;
       otherwise in fp32 accuracy.
+    output_low: whether to return what rounding Ti to output_dtype leaves as well, in that dtype.
     implementation: "pallas" or "interpret".
 
   Returns:
-    Ti [B, R, HV, C]; 0 in rows of no sequence.
+    Ti [B, R, HV, C]; 0 in rows of no sequence. With output_low two such arrays, whose sum is Ti.
 
   Source: the WY form, arXiv 2406.06484; `core.ssm.ops.gdp.solve_tril` of Megatron Core.
   """
   sizes = inputs.check_stage(A=(A, "B R HV C"))
   B, R, HV, C = (sizes[c] for c in ("B", "R", "HV", "C"))
   bounds = metadata.chunk_bounds(B, R, C, cu_seqlens, chunk_indices)
-  Ti = pallas.call(
+  shape = jax.ShapeDtypeStruct((B * R, HV, C), output_dtype)
+  Ti, low = pallas.call(
     _solve_tril_kernel,
     bounds,
     A.reshape(B * R, HV, C),
     grid=(bounds.shape[0], HV),
-    out_shape=jax.ShapeDtypeStruct((B * R, HV, C), output_dtype),
+    out_shape=(shape, shape if output_low else None),
     config=config.choose("solve_tril", C, C, jnp.bfloat16 if allow_tf32 else jnp.float32),
     implementation=implementation,
     name="gdp_solve_tril",
@@ -54,13 +57,15 @@ def solve_tril(
     precision="tf32" if allow_tf32 else None,
     C=C,
   )
-  return Ti.reshape(B, R, HV, C)
+  Ti = Ti.reshape(B, R, HV, C)
+  return (Ti, low.reshape(B, R, HV, C)) if output_low else Ti
 
 
 def _solve_tril_kernel(
   bounds_ref,  # [NC, 3]
   A_ref,  # [B*R, HV, C]
   Ti_ref,  # [B*R, HV, C]
+  low_ref,  # [B*R, HV, C] or None
   *,
   dot,
   precision,
@@ -102,4 +107,8 @@ def _solve_tril_kernel(
     size, shift = 2 * size, shift + 1
 
   Ti = jnp.where((rows < stop)[:, None], X, 0.0)
-  pallas.store(pallas.tile(Ti_ref, rows, hv, cols), Ti, (rows < write_stop)[:, None])
+  written = (rows < write_stop)[:, None]
+  pallas.store(pallas.tile(Ti_ref, rows, hv, cols), Ti, written)
+  if low_ref is not None:
+    low = Ti - Ti.astype(Ti_ref.dtype).astype(jnp.float32)
+    pallas.store(pallas.tile(low_ref, rows, hv, cols), low, written)
