@@ -154,7 +154,7 @@ def rollback(
       `update_state=False`.
     intermediate_states: states after each draft token [N, T, HV, K, V].
     state_indices: int [N], the slot of each request; -1 is padding.
-    num_accepted: int [N], in 0..T. 0 leaves the slot as it was.
+    num_accepted: int [N], in 0..T (checked for a NumPy array). 0 leaves the slot as it was.
 
   Returns:
     The pool; in place under `jax.jit` if donated.
@@ -170,10 +170,13 @@ def rollback(
     >>> pool[:, 0, 1, 1].tolist()
     [0.0, 0.0, 3.0, 0.0]
   """
-  if intermediate_states.ndim != 5:
-    raise ValueError(
-      f"intermediate_states must have shape [N, T, HV, K, V], got {intermediate_states.shape}"
+  if not isinstance(intermediate_states, (jax.Array, np.ndarray)):
+    raise TypeError(
+      f"intermediate_states must be an array, got {type(intermediate_states).__name__}"
     )
+  if intermediate_states.ndim != 5 or intermediate_states.shape[1] < 1:
+    raise ValueError("intermediate_states must have shape [N, T, HV, K, V] with T >= 1, got"
+                     f" {intermediate_states.shape}")  # fmt: skip
   N, T, HV, K, V = intermediate_states.shape
   slots = inputs.check_pool(state, state_indices, N, (HV, K, V))
   assert slots is not None  # a pool without its slots was an error
@@ -182,7 +185,10 @@ def rollback(
   if not jnp.issubdtype(num_accepted.dtype, jnp.integer) or num_accepted.shape != (N,):
     raise ValueError(f"num_accepted must be an integer array of shape [N] = {(N,)}, got"
                      f" {num_accepted.dtype} {num_accepted.shape}")  # fmt: skip
+  if isinstance(num_accepted, np.ndarray) and ((num_accepted < 0) | (num_accepted > T)).any():
+    raise ValueError(f"num_accepted must lie in 0..T with T={T}, got {num_accepted.tolist()}")
+  state, states = jnp.asarray(state), jnp.asarray(intermediate_states)
   write = (slots >= 0) & (num_accepted > 0)
   last = jnp.clip(num_accepted - 1, 0, T - 1)
-  accepted = intermediate_states[jnp.arange(N), last].astype(state.dtype)
+  accepted = states[jnp.arange(N), last].astype(state.dtype)
   return state.at[jnp.where(write, slots, state.shape[0])].set(accepted, mode="drop")

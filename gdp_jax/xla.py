@@ -337,7 +337,7 @@ def fused_recurrent_gated_delta_product_fwd(
     if heads:
       x = l2_normalize(x) if use_qk_l2norm_in_kernel else x
       x = _repeat_heads(x, heads)
-    return jnp.swapaxes(x.reshape(N, T, -1, *x.shape[2:]), 0, 1)
+    return jnp.swapaxes(x.reshape(N, T, x.shape[1] // T, *x.shape[2:]), 0, 1)
 
   xs = dict(q=per_token(q, HV), k=per_token(k, HV), v=per_token(v), beta=per_token(beta))
   if g is not None:

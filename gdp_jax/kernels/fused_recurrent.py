@@ -85,6 +85,7 @@ def fused_recurrent_gated_delta_product_fwd(
     scale=scale,
     M=M,
     l2norm=use_qk_l2norm_in_kernel,
+    state_dtype=dtype,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -105,6 +106,7 @@ def _fused_recurrent_kernel(
   scale,
   M,
   l2norm,
+  state_dtype,
   block_k,
   block_v,
 ):
@@ -141,9 +143,7 @@ def _fused_recurrent_kernel(
       S += k[:, None] * (beta * (v - read))[None, :]
     o = scale * jnp.sum(S * key(q_ref, t)[:, None], axis=0)
     pallas.store(o_ref.at[n, t, hv, v_cols], o, v_exists)
-    for ref in (out_ref, states_ref):
-      if ref is not None:
-        S = S.astype(ref.dtype).astype(jnp.float32)
+    S = S.astype(state_dtype).astype(jnp.float32)
     if states_ref is not None:
       view = states_ref.at[n, t, hv, k_cols[:, None], v_cols[None, :]]
       pallas.store(view, S, k_exists[:, None] & v_exists[None, :])

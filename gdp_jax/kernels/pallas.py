@@ -24,6 +24,9 @@ def call(
 ):  # fmt: skip
   """Runs `kernel(*arg_refs, *out_refs, **static)`; an argument may be None, and arrives so.
 
+  A kernel that multiplies matrices has a keyword `dot`, passed here as None: it gets `dot` below,
+  bound to the implementation.
+
   With `in_place` the second result takes the place of the last argument: what the kernel does not
   write stays as it was.
 
@@ -36,7 +39,8 @@ def call(
   if "dot" in static:
     static["dot"] = functools.partial(dot, interpret=interpret)
   if 0 in grid:
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
+    nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
+    return (nothing[0], args[-1], *nothing[2:]) if in_place else nothing
   body = functools.partial(kernel, **static)
   # The backend takes the kernel's name from the function.
   named = lambda *refs: body(*refs)
