@@ -66,6 +66,10 @@ def prepare(
   inputs.check_implementation(implementation, 1)
   H, K, V, M = num_heads, head_k_dim, head_v_dim, num_householder
   HV = H if num_v_heads is None else num_v_heads
+  counts = dict(num_heads=H, head_k_dim=K, head_v_dim=V, num_v_heads=HV, num_householder=M)
+  for name, count in counts.items():
+    if count < 1:
+      raise ValueError(f"{name} must be at least 1, got {count}")
   if HV % H:
     raise ValueError(f"num_v_heads must be a multiple of num_heads, got {HV} and {H}")
   sizes = [H * K, M * H * K, M * HV * V, M * HV] + ([] if A_log is None else [HV])

@@ -81,9 +81,6 @@ def _recurrence(
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
   dtype = wide_dtype(q.dtype)
 
-  q, k = q.astype(dtype), k.astype(dtype)
-  if use_qk_l2norm_in_kernel:
-    q, k = l2_normalize(q), l2_normalize(k)
   if g is None:
     g = jnp.zeros((B, T, HV), dtype)
   if initial_state is None:
@@ -93,14 +90,16 @@ def _recurrence(
   # value heads that read them.
   group = HV // H
   xs = dict(
-    q=jnp.repeat(q, group, axis=2),
-    k=jnp.repeat(k, group, axis=2).reshape(B, T, M, HV, K),
+    q=jnp.repeat(q.astype(dtype), group, axis=2),
+    k=jnp.repeat(k.astype(dtype), group, axis=2).reshape(B, T, M, HV, K),
     v=v.astype(dtype).reshape(B, T, M, HV, V),
     g=g.astype(dtype),
     beta=beta.astype(dtype).reshape(B, T, M, HV),
   )
 
   def token(S, x):
+    if use_qk_l2norm_in_kernel:
+      x = x | dict(q=l2_normalize(x["q"]), k=l2_normalize(x["k"]))
     S = jnp.exp(x["g"])[:, None, None] * S
     for j in range(M):
       k, v, beta = x["k"][j], x["v"][j], x["beta"][j]

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,12 @@ from gdp_jax import chunk_gated_delta_product, recurrent_gated_delta_product
 PALLAS = pytest.param("pallas", marks=pytest.mark.gpu)
 KERNELS = ("interpret", PALLAS)
 IMPLEMENTATIONS = ("xla", *KERNELS)
+
+# Compiling is what takes time in tests, and LLVM's optimisation most of that on a CPU.
+QUICK = {"xla_backend_optimization_level": 0}
+quick_jit = functools.partial(
+  jax.jit, compiler_options=QUICK if jax.default_backend() == "cpu" else None
+)
 
 # Relative L2 errors against the fp32 recurrence.
 # float32: the contract. Rounding, 6e-8, grows with the rows of a chunk and with the inverse's

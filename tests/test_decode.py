@@ -35,24 +35,22 @@ from gdp_jax import (
   rollback,
 )
 
-# Relative L2 errors of o, which is rounded once, by at most 2^-9 in bf16 and 2^-12 in fp16. States
+# Relative L2 errors of o, which is rounded once, by at most 2^-8 in bf16 and 2^-11 in fp16. States
 # are computed and returned in fp32 whatever the inputs' dtype.
-O_BOUNDS = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 2.5e-4}
+O_BOUNDS = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}
 
 # Compiling is what takes time here, and LLVM's optimisation most of that on a CPU.
 QUICK = dict(compiler_options={"xla_backend_optimization_level": 0})
 jit = functools.partial(jax.jit, **(QUICK if jax.default_backend() == "cpu" else {}))
 
-# So most tests share these: four requests over four slots, and
-# a row of 200 tokens packed for them.
+# So most tests share these: four requests over four slots, and a row of 200 tokens for them.
 DRAFT = Case("draft", B=4, T=4, initial_state=False)
 ROW = Case("row", B=1, T=200, initial_state=False)
 SMALL = Case("small", B=3, T=2, H=1, HV=2, K=16, V=24, initial_state=False)
-CHOICES = ["xla", None, *KERNELS]
 
 
 def streams(case):
-  """The inputs without an initial state, on the device."""
+  """The inputs without an initial state."""
   return {name: x for name, x in make_inputs(case).items() if name != "initial_state"}
 
 
@@ -139,6 +137,29 @@ def assert_slots_untouched(pool, before, slots, what):
   others = np.setdiff1d(np.arange(before.shape[0]), slots)
   untouched = lambda x: dict(pool=np.asarray(x)[others])
   assert_same_bits(untouched(pool), untouched(before), what)
+
+
+def assert_same(actual, expected, implementation, what):
+  """The same bits; but XLA on a GPU chooses its products anew for each program."""
+  if implementation == "xla" and jax.default_backend() == "gpu":
+    wide = lambda tree: {name: np.asarray(x, np.float32) for name, x in tree.items()}
+    bound = max(BOUNDS[jnp.dtype(x.dtype).name] for x in expected.values())
+    assert_close(wide(actual), wide(expected), bound, what)
+  else:
+    assert_same_bits(actual, expected, what)
+
+
+# The dtype of the pool: in bf16 states are rounded as well.
+each_pool = pytest.mark.parametrize(
+  ("implementation", "dtype"),
+  [
+    ("xla", "float32"),
+    ("xla", "bfloat16"),
+    ("interpret", "bfloat16"),
+    pytest.param("pallas", "float32", marks=pytest.mark.gpu),
+    pytest.param("pallas", "bfloat16", marks=pytest.mark.gpu),
+  ],
+)
 
 
 # Decode against the recurrence
@@ -259,8 +280,7 @@ def test_strict_dtype_promotion():
 # The pool
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_pool
 def test_padding_in_the_pool(implementation, dtype):
   slots, live = np.array([2, -1, 0, -1]), [0, 2]
   inputs, pool = streams(DRAFT), make_pool(DRAFT, dtype)
@@ -302,8 +322,7 @@ def test_slots_outside_the_pool_are_padding(implementation):
   assert_same_bits(dict(pool=rolled), dict(pool=pool), "accepted fewer than none")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_pool
 def test_one_call_equals_one_token_a_call(implementation, dtype):
   slots = jnp.array([3, 0, -1, 2])
   inputs, pool = streams(DRAFT), make_pool(DRAFT, dtype)
@@ -315,11 +334,10 @@ def test_one_call_equals_one_token_a_call(implementation, dtype):
     o_t, pool = decode(token, DRAFT, implementation, state=pool, state_indices=slots)
     o.append(o_t)
   expected = dict(o=np.concatenate(o, axis=1), pool=pool)
-  assert_same_bits(actual, expected, f"{DRAFT.T} tokens in one call, a pool of {dtype}")
+  assert_same(actual, expected, implementation, f"{DRAFT.T} tokens, a pool of {dtype}")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_pool
 def test_a_pool_that_is_not_updated(implementation, dtype):
   """It comes back as it was; outputs and states are those of a pool that is updated."""
   slots = jnp.array([3, 0, -1, 2])
@@ -329,11 +347,13 @@ def test_a_pool_that_is_not_updated(implementation, dtype):
   draft_o, same, draft_states = run(output_intermediate_states=True, update_state=False)
   assert_same_bits(dict(pool=same), dict(pool=pool), "update_state=False")
   expected = dict(o=o, states=states)
-  assert_same_bits(dict(o=draft_o, states=draft_states), expected, "update_state=False")
+  actual = dict(o=draft_o, states=draft_states)
+  assert_same(actual, expected, implementation, "update_state=False")
   live, at = np.array([0, 1, 3]), slots[np.array([0, 1, 3])]
   assert_same_bits(dict(last=states[live, -1]), dict(last=updated[at]), "states after each token")
   draft_o, same = run(update_state=False)
-  assert_same_bits(dict(o=draft_o, pool=same), dict(o=o, pool=pool), "nothing but o")
+  assert_same_bits(dict(pool=same), dict(pool=pool), "nothing but o")
+  assert_same(dict(o=draft_o), dict(o=o), implementation, "nothing but o")
 
 
 @pytest.mark.parametrize("implementation", KERNELS)
@@ -355,30 +375,41 @@ PLANS = {
   "64+136": ([64, 136], 0),
   "1+199": ([1, 199], 0),
   "63+1+136": ([63, 1, 136], 0),
-  "190+ones": ([190] + [1] * 10, 0),
+  "196+ones": ([196, 1, 1, 1, 1], 0),
   "150+decode": ([150], 50),
   "decode": ([], 200),
 }
 
 
-def prefill_request(inputs, pool, implementation):
+def prefill_row(row, offsets, slots, pool, implementation, output_chunk_states=True):
+  """Prefills the row's four sequences: o, the pool and the states at the chunks' starts."""
+  return prefill(
+    row, ROW, implementation, cu_seqlens=np.array(offsets), state_indices=np.array(slots),
+    state=pool, output_chunk_states=output_chunk_states,
+  )  # fmt: skip
+
+
+def prefill_request(inputs, pool, implementation, dtype="float32"):
   """Prefills one request of up to 200 tokens, in slot 2, among three that are skipped."""
   n = inputs["q"].shape[1]
-  row = {name: np.full_like(x, np.nan) for name, x in streams(ROW).items()}
+  empty = streams(dataclasses.replace(ROW, dtype=dtype))
+  row = {name: np.full_like(x, np.nan) for name, x in empty.items()}
   for name, x in inputs.items():
     row[name][:, : x.shape[1]] = x
-  o, pool = prefill(
-    row, ROW, implementation, cu_seqlens=jnp.array([0, 0, n, n, n]), state=pool,
-    state_indices=jnp.array([-1, 2, -1, -1]),
-  )  # fmt: skip
+  o, pool, _ = prefill_row(row, [0, 0, n, n, n], [-1, 2, -1, -1], pool, implementation)
   assert not np.any(o[:, n:])
   return o[:, :n], pool
 
 
 @functools.cache
-def whole_request():
-  expected = recurrence(streams(ROW), ROW, make_pool(ROW)[2:3])
-  return dict(o=expected["o"], state=expected["final_state"][0])
+def whole_request(implementation):
+  """The request in one call, or in the recurrence."""
+  inputs, pool = streams(ROW), make_pool(ROW)
+  if implementation == "recurrence":
+    expected = recurrence(inputs, ROW, pool[2:3])
+    return dict(o=expected["o"], state=expected["final_state"][0])
+  o, pool = prefill_request(inputs, pool, implementation)
+  return dict(o=o, state=pool[2])
 
 
 @pytest.mark.parametrize(("pieces", "decoded"), PLANS.values(), ids=PLANS.keys())
@@ -401,10 +432,9 @@ def test_pieces_equal_one_call(implementation, pieces, decoded):
     o_token, pool = decode(token, ROW, implementation, state=pool, state_indices=slots)
     o.append(o_token[1:2])
   actual = dict(o=np.concatenate(o, axis=1), state=pool[2])
-  assert_close(actual, whole_request(), BOUNDS["float32"], f"{pieces[:3]}, {decoded} decoded")
-  o, pool_of_one_call = prefill_request(inputs, before, implementation)
-  one_call = dict(o=o, state=pool_of_one_call[2])
-  assert_close(actual, one_call, BOUNDS["float32"], f"{pieces[:3]}, {decoded} decoded")
+  for other in (implementation, "recurrence"):
+    what = f"{pieces[:3]}, {decoded} decoded, against {other}"
+    assert_close(actual, whole_request(other), BOUNDS["float32"], what)
   assert_slots_untouched(pool, before, [2], "prefill and decode")
 
 
@@ -426,10 +456,7 @@ def test_mixed_lengths(implementation, dtype):
   for start, stop in ((66, 106), (196, 200)):
     for x in cut(row, start, stop).values():  # views of the row's arrays
       x[:] = np.nan
-  o, pool, h = prefill(
-    row, ROW, implementation, cu_seqlens=offsets, state=before, state_indices=slots,
-    output_chunk_states=True,
-  )  # fmt: skip
+  o, pool, h = prefill_row(row, offsets, slots, before, implementation)
   assert pool.dtype == before.dtype
   assert not np.any(o[:, 66:106])
   assert not np.any(o[:, 196:])
@@ -443,10 +470,9 @@ def test_mixed_lengths(implementation, dtype):
   assert not np.any(h[0, np.array([3, 6])])
 
   wide = before.astype(np.float32)
-  o_expected, expected = recurrent_gated_delta_product(
-    **inputs, num_householder=ROW.M, initial_state=wide[jnp.asarray(slots)], cu_seqlens=offsets,
-    output_final_state=True,
-  )  # fmt: skip
+  o_expected, expected = reference(ROW.M, ROW.l2norm)(
+    **inputs, initial_state=wide[jnp.asarray(slots)], cu_seqlens=offsets
+  )
   for n in (0, 1, 3):
     part = slice(offsets[n], offsets[n + 1])
     assert_close(dict(o=o[:, part]), dict(o=o_expected[:, part]), BOUNDS["float32"], f"request {n}")
@@ -488,9 +514,8 @@ def test_prefill_of_a_batch_then_decode(implementation):
 
 def test_prefill_of_slots_outside_the_pool():
   inputs, before = streams(ROW), make_pool(ROW)
-  slots = jnp.array([4, 1, 2**31 - 1, -(2**31)])
-  kwargs = dict(cu_seqlens=jnp.array([0, 50, 100, 150, 200]), state=before, state_indices=slots)
-  o, pool = prefill(inputs, ROW, "xla", **kwargs)
+  offsets, slots = [0, 50, 100, 150, 200], [4, 1, 2**31 - 1, -(2**31)]
+  o, pool, _ = prefill_row(inputs, offsets, slots, before, "xla")
   assert not np.any(np.delete(o, np.s_[50:100], axis=1))
   assert_slots_untouched(pool, before, [1], "slots outside the pool")
   assert np.any(pool[1] != before[1])
@@ -499,11 +524,9 @@ def test_prefill_of_slots_outside_the_pool():
 def test_empty_and_absent_requests_leave_the_pool():
   """Every request is empty, or there are no tokens at all; also in a pool of bf16."""
   before = make_pool(ROW, "bfloat16")
-  slots = jnp.array([2, 0, -1, 3])
   for T in (200, 0):
-    case = dataclasses.replace(ROW, T=T)
-    kwargs = dict(cu_seqlens=jnp.zeros(5, int), state=before, state_indices=slots)
-    o, pool = prefill(streams(case), case, "xla", **kwargs)
+    row = cut(streams(ROW), 0, T)
+    o, pool, _ = prefill_row(row, [0] * 5, [2, 0, -1, 3], before, "xla")
     assert not np.any(o)
     assert_same_bits(dict(pool=pool), dict(pool=before), f"{T} tokens of padding")
 
@@ -514,9 +537,8 @@ def test_gradients_through_a_pool(implementation):
   case = Case("gradients", B=3, T=20, H=1, HV=2, K=16, V=24, l2norm=True)
   inputs, pool = make_inputs(case), make_pool(case)
   slots, live = jnp.array([2, -1, 0]), np.array([0, 2])
-  do = np.random.default_rng(2).standard_normal((case.B, case.T, case.HV, case.V))
-
-  do = do.astype(np.float32)
+  shape = (case.B, case.T, case.HV, case.V)
+  do = np.random.default_rng(2).standard_normal(shape).astype(np.float32)
 
   def with_pool(inputs, pool):
     o, after = prefilling(case, implementation)(**inputs, state=pool, state_indices=slots)
@@ -560,8 +582,7 @@ def server_steps(case, implementation):
   return dict(decode=decode_step, prefill=prefill_step, speculate=speculate_step)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_pool
 def test_speculation_and_rollback(implementation, dtype):
   """Equals never having speculated, to the bit."""
   slots = np.array([2, 0, -1, 3])
@@ -580,10 +601,12 @@ def test_speculation_and_rollback(implementation, dtype):
       o, expected = run(cut(inputs, t, t + 1), state=expected, state_indices=accepting)
       at = accepting >= 0
       what = f"accepted {accepted}, token {t}"
-      assert_same_bits(dict(o=draft_o[at, t]), dict(o=o[at, 0]), what)
-    assert_same_bits(dict(pool=pool), dict(pool=expected), f"accepted {accepted}")
+      if np.any(at):
+        assert_same(dict(o=draft_o[at, t]), dict(o=o[at, 0]), implementation, what)
+    assert_same(dict(pool=pool), dict(pool=expected), implementation, f"accepted {accepted}")
     o, _ = run(token, state=expected, state_indices=slots)
-    assert_same_bits(dict(o=after_draft), dict(o=o), f"after {accepted} accepted")
+    what = f"after {accepted} accepted"
+    assert_same(dict(o=after_draft), dict(o=o), implementation, what)
 
 
 def test_rollback_takes_numpy_arrays():
@@ -595,50 +618,53 @@ def test_rollback_takes_numpy_arrays():
 
 # States at the chunks' starts, for prefix caching
 
-# The first sequences of 0, 20 and 130 tokens, the rest, 36 of it, is padding.
-CHUNKS = [
-  Case("fixed", T=130),
-  Case("packed", T=186, cu_seqlens=(0, 0, 20, 150)),
-  Case("packed-bf16", T=186, cu_seqlens=(0, 0, 20, 150), dtype="bfloat16"),
-]
+
+def states_every_64_tokens(inputs, case, state):
+  """The recurrence's states at tokens 0, 64, .. of a batch [B, T]: a list of [B, HV, K, V]."""
+  states = [state] if inputs["q"].shape[1] else []
+  for t in range(64, inputs["q"].shape[1], 64):
+    _, state = reference(case.M, case.l2norm)(**cut(inputs, t - 64, t), initial_state=state)
+    states.append(state)
+  return states
 
 
-@each(CHUNKS, xla={"fixed", "packed"}, interpret={"packed"})
-def test_chunk_states(case, implementation):
-  inputs = make_inputs(case)
-  run = functools.partial(prefill, case=case, implementation=implementation)
-  packed = {} if case.cu_seqlens is None else dict(cu_seqlens=np.array(case.cu_seqlens))
-  o, _, h = run(inputs, **packed, output_chunk_states=True)
-  expected, _ = run(inputs, **packed)
-  if implementation != "xla":
-    assert_same_bits(dict(o=o), dict(o=expected), "output_chunk_states")
-  assert_close(dict(o=o), dict(o=expected), BOUNDS["float32"], "output_chunk_states")
-  assert h.dtype == jnp.dtype(case.dtype)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_chunk_states(implementation, dtype):
+  """Of 0, 20 and 130 tokens and none, then padding; and the last 66 from a state of them."""
+  case = dataclasses.replace(ROW, dtype=dtype)
+  inputs, pool = streams(case), make_pool(case)
+  offsets, slots = [0, 0, 20, 150, 150], [3, 2, 1, 0]
+  o, after, h = prefill_row(inputs, offsets, slots, pool, implementation)
+  actual = dict(o=o, pool=after)
+  o, after = prefill_row(inputs, offsets, slots, pool, implementation, output_chunk_states=False)
+  assert_same(actual, dict(o=o, pool=after), implementation, "output_chunk_states")
 
-  # The recurrence over 64 tokens at a time.
-  piece = reference(case.M, case.l2norm)
-  states, offsets = [], case.cu_seqlens or (0, case.T)
+  assert h.dtype == jnp.dtype(dtype)
   wide = {name: x.astype(np.float32) for name, x in inputs.items()}
-  S0 = wide.pop("initial_state")
+  expected = []
   for n, (start, stop) in enumerate(itertools.pairwise(offsets)):
-    S = S0[n : n + 1] if case.cu_seqlens else S0
-    for t in range(start, stop, 64):
-      states.append(S)
-      if t + 64 < stop:
-        _, S = piece(**cut(wide, t, t + 64), initial_state=S)
-  expected = np.stack(states, axis=1)
-  used = expected.shape[1]
-  bound = BOUNDS[case.dtype]
-  assert_close(dict(h=h[:, :used]), dict(h=expected), bound, case.name)
+    at = slots[n]
+    expected += states_every_64_tokens(cut(wide, start, stop), case, pool[at : at + 1])
+  used = len(expected)
+  bound = BOUNDS[dtype]
+  assert_close(dict(h=h[:, :used]), dict(h=np.stack(expected, axis=1)), bound, "packed")
   assert not np.any(h[:, used:])
-  if case.cu_seqlens:
-    # Sequence 2's second chunk is the third of the row; the rest of the sequence starts from it.
-    rest = inputs | {name: np.full_like(inputs[name], np.nan) for name in wide}
-    for name, x in cut({name: inputs[name] for name in wide}, 84, 150).items():
-      rest[name][:, : x.shape[1]] = x
-    rest["initial_state"] = np.repeat(np.asarray(h[:, 2]), 3, axis=0)
-    resumed, _ = run(rest, cu_seqlens=np.array([0, 66, 66, 66]))
-    assert_close(dict(o=resumed[:, :66]), dict(o=o[:, 84:150]), bound, "resumed")
+
+  third = h[0, 2].astype(jnp.float32)  # where 84 tokens of the row are over
+  pool = pool.at[2].set(third)
+  resumed, _ = prefill_request(cut(inputs, 84, 150), pool, implementation, dtype)
+  assert_close(dict(o=resumed), dict(o=o[:, 84:150]), 2 * bound, "resumed")
+
+
+@pytest.mark.parametrize("implementation", ["xla", PALLAS])
+def test_chunk_states_of_a_batch(implementation):
+  case = Case("fixed", T=130)
+  inputs = make_inputs(case)
+  _, _, h = prefill(inputs, case, implementation, output_final_state=True, output_chunk_states=True)
+  state = inputs.pop("initial_state")
+  expected = np.stack(states_every_64_tokens(inputs, case, state), axis=1)
+  assert_close(dict(h=h), dict(h=expected), BOUNDS["float32"], case.name)
 
 
 def test_chunk_states_of_fp16():
@@ -652,7 +678,7 @@ def test_chunk_states_of_fp16():
 # Running
 
 
-@pytest.mark.parametrize("implementation", CHOICES)
+@pytest.mark.parametrize("implementation", ["xla", PALLAS])
 def test_one_trace_and_no_transfer(implementation):
   """A server's three steps, with other slots, lengths and numbers of accepted tokens."""
   traces = []
@@ -711,12 +737,11 @@ def test_slots_of_the_host_are_sent_explicitly():
   inputs, pool = jax.device_put((streams(SMALL), make_pool(SMALL)))
   with jax.transfer_guard("disallow"):
     for slots in ([2, -1, 0], (1, 2, 3), np.array([-1, -1, 3])):
-      for operator in (decoding, prefilling):
-        operator(SMALL, "xla")(**inputs, state=pool, state_indices=slots)
+      decoding(SMALL, "xla")(**inputs, state=pool, state_indices=slots)
 
 
 @pytest.mark.parametrize("step", ["decode", "prefill", "speculate"])
-@pytest.mark.parametrize("implementation", CHOICES)
+@pytest.mark.parametrize("implementation", ["xla", PALLAS])
 def test_donated_pool(implementation, step):
   # On a GPU large beside all else that a step holds, so that a copy of it would show.
   on_gpu = jax.default_backend() == "gpu"
@@ -730,17 +755,17 @@ def test_donated_pool(implementation, step):
 
   pool = jax.block_until_ready(jnp.array(before))
   pointer = pool.unsafe_buffer_pointer()
-  step = jit(f, donate_argnums=0)
-  actual = dict(zip(names, step(pool, *args), strict=True))
+  donating = jit(f, donate_argnums=0)
+  actual = dict(zip(names, donating(pool, *args), strict=True))
   assert pool.is_deleted()
-  assert_same_bits(actual, expected, "a donated pool")
+  assert_same(actual, expected, implementation, "a donated pool")
   if on_gpu:
     assert actual["pool"].unsafe_buffer_pointer() == pointer
-    memory = step.lower(actual["pool"], *args).compile().memory_analysis()
+    memory = donating.lower(actual["pool"], *args).compile().memory_analysis()
     assert memory.temp_size_in_bytes < before.nbytes // 2, "the pool is copied"
 
 
-@pytest.mark.parametrize("implementation", CHOICES)
+@pytest.mark.parametrize("implementation", KERNELS)
 def test_vmap(implementation):
   """Over inputs, slots and pools at once, and over inputs and states without a pool."""
   cases = [dataclasses.replace(SMALL, seed=seed, initial_state=True) for seed in range(2)]
@@ -748,7 +773,7 @@ def test_vmap(implementation):
   pools = np.stack([make_pool(case) for case in cases])
   stacked = {name: np.stack([x[name] for x in inputs]) for name in inputs[0]}
   f = decoding(SMALL, implementation, output_final_state=True)
-  o, final_state = jit(jax.vmap(lambda x: f(**x)))(stacked)
+  o, final_state = jit(jax.vmap(lambda inputs: f(**inputs)))(stacked)
   for i, x in enumerate(inputs):
     expected = recurrence(cut(streams(cases[i]), 0, SMALL.T), SMALL, x["initial_state"])
     actual = dict(o=o[i], final_state=final_state[i])
@@ -804,7 +829,6 @@ def test_a_pool_of_more_than_2_31_elements(implementation):
   assert S * small[0].size > 2**31
   fill = jax.jit(lambda x: jnp.zeros((S, *x.shape[1:]), x.dtype).at[S - 2 :].set(x))
   untouched = jax.jit(lambda pool: ~jnp.any(pool[:-2]))
-
   steps = server_steps(case, implementation)
 
   @functools.partial(jax.jit, donate_argnums=0)
@@ -818,7 +842,8 @@ def test_a_pool_of_more_than_2_31_elements(implementation):
   assert untouched(pool)
   small, expected = serve(small, jnp.array([1, -1, 0]))
   assert np.any(expected["draft_o"][0])
-  assert_same_bits(actual | dict(pool=pool[-2:]), expected | dict(pool=small), "the last slots")
+  actual, expected = actual | dict(pool=pool[-2:]), expected | dict(pool=small)
+  assert_same(actual, expected, implementation, "the last slots")
 
 
 # Lowering
