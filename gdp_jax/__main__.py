@@ -25,7 +25,7 @@ from tqdm import tqdm
 import gdp_jax
 
 H, HV, K, V = 2, 4, 64, 64
-# The largest relative L2 error. In bf16 it comes from rounding, by up to 2^-9 each time, what one
+# The largest relative L2 error. In bf16 it comes from rounding, by up to 2^-8 each time, what one
 # stage hands on to the next.
 BOUNDS = {"float32": 1e-5, "bfloat16": 6e-3}
 

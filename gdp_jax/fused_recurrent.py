@@ -45,8 +45,8 @@ def fused_recurrent_gated_delta_product(
     initial_state: [N, HV, K, V], any float dtype; default zeros. Not with state.
     output_final_state: whether to return the final state [N, HV, K, V], fp32. Not with state.
     state: pool of states [S, HV, K, V], fp32 or bf16. Arithmetic is fp32; after each token the
-      state is rounded to the pool's dtype, so several tokens in one call give the same bits as one
-      by one.
+      state is rounded to the pool's dtype, so several tokens in one call give the same states as
+      one by one: from the kernel the same bits.
     state_indices: int32 [N], the slot of each request. -1 is padding: it reads nothing and writes
       nothing, and its output is 0, whatever its inputs hold. No other slot may occur twice.
     output_intermediate_states: whether to return the state after each token as well, for
