@@ -289,7 +289,9 @@ def _backward(
   )
   dg = None
   if g is not None:
-    dg = (dg_tokens + dg_rows[:, :: at.M]).astype(g.dtype)
+    # A gate below this is a reset, on which nothing depends: what is left is rounding.
+    reset = g.astype(jnp.float32) * xla.LOG2_E <= xla.LOG2_ZERO
+    dg = jnp.where(reset, 0, dg_tokens + dg_rows[:, :: at.M]).astype(g.dtype)
   if initial_state is not None:
     dinitial_state = dinitial_state.astype(initial_state.dtype)
   return (

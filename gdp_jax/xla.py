@@ -9,6 +9,7 @@ head dims, N sequences, C chunk size, NC chunks.
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -52,12 +53,26 @@ def solve_tril(
   del allow_tf32  # there is no faster solver to allow
   C = A.shape[-1]
   chunks = _Chunks(A, C, cu_seqlens, chunk_indices)
-  L = jnp.swapaxes(chunks.split(A), 1, 2)
-  eye = jnp.broadcast_to(jnp.eye(C, dtype=L.dtype), L.shape)
-  Ti = lax.linalg.triangular_solve(L + eye, eye, left_side=True, lower=True, unit_diagonal=True)
+  Ti = _unit_lower_inverse(jnp.swapaxes(chunks.split(A), 1, 2))
   Ti = chunks.join(jnp.swapaxes(Ti, 1, 2))
   high = Ti.astype(output_dtype)
   return (high, (Ti - high.astype(Ti.dtype)).astype(output_dtype)) if output_low else high
+
+
+@jax.custom_jvp
+def _unit_lower_inverse(A):
+  """(I + A)^-1 for strictly lower triangular A [..., C, C]."""
+  eye = jnp.broadcast_to(jnp.eye(A.shape[-1], dtype=A.dtype), A.shape)
+  return lax.linalg.triangular_solve(A + eye, eye, left_side=True, lower=True, unit_diagonal=True)
+
+
+@_unit_lower_inverse.defjvp
+def _unit_lower_inverse_jvp(primals, tangents):
+  # Products only. The solver's own rule calls it again, and on a CPU several solves of one program
+  # wait for each other's threads.
+  Ti, dA = _unit_lower_inverse(*primals), jnp.tril(tangents[0], -1)
+  dTi = -jnp.einsum("...ij,...jk,...kl->...il", Ti, dA, Ti, precision="highest")
+  return Ti, dTi
 
 
 def recompute_w_u_fwd(k, v, beta, A, g=None, cu_seqlens=None, chunk_indices=None):
