@@ -237,7 +237,10 @@ def check_inputs(
   *,
   scale: float | None = None,
   initial_state: Any = None,
+  output_final_state: bool = False,
+  use_qk_l2norm_in_kernel: bool = False,
   cu_seqlens: Any = None,
+  implementation: str | None = None,
 ) -> None:
   """Checks the values too, on the host: a debugging aid that waits for the device.
 
@@ -246,8 +249,10 @@ def check_inputs(
   it lives on the device. Rows behind the last offset may hold anything.
 
   Args:
-    q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens: as for
+    q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens, implementation: as for
       `gdp_jax.chunk_gated_delta_product`.
+    output_final_state, use_qk_l2norm_in_kernel: taken so that the operator's own arguments can be
+      passed on as they are.
 
   Raises:
     TypeError, ValueError: naming the argument, what was expected and what was given. TypeError
@@ -268,6 +273,7 @@ def check_inputs(
     if isinstance(x, jax.core.Tracer):
       raise TypeError(f"check_inputs reads values, but {name} is a tracer: call it outside jit")
   check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens)
+  check_implementation(implementation, q.shape[-1])
 
   used = q.shape[1]
   if cu_seqlens is not None:

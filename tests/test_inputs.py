@@ -273,6 +273,9 @@ def test_good_values():
   check_inputs(**arguments(**with_value("beta", 2.0, (0, 3, 2))))
   half = {name: jnp.asarray(make_inputs(CASE)[name], jnp.bfloat16) for name in "qkv"}
   check_inputs(**arguments(**half), scale=0.5)
+  # The operator's own arguments, as they are.
+  flags = dict(output_final_state=True, use_qk_l2norm_in_kernel=True, implementation="xla")
+  check_inputs(**arguments(), **flags)
   # Rows behind the last offset may hold anything.
   padded = make_inputs(CASE)
   for name in ("q", "k", "v", "g", "beta"):
