@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from gdp_jax import inputs, kernels, metadata, xla
+from gdp_jax.kernels.pallas import by_platform
 from gdp_jax.l2norm import l2_normalize
 
 
@@ -230,9 +231,8 @@ def _dispatch(function, static, *args):
   """Runs `function(static, stages, *args)` with the stages that the implementation means."""
   if static.implementation is not None:
     return function(static, _stages(static.implementation), *args)
-  return lax.platform_dependent(
-    *args, cuda=partial(function, static, _stages("pallas")), default=partial(function, static, xla)
-  )
+  kernel = partial(function, static, _stages("pallas"))
+  return by_platform(kernel, partial(function, static, xla), *args)
 
 
 @_dispatch.defjvp

@@ -9,9 +9,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from gdp_jax import inputs, kernels, xla
+from gdp_jax.kernels.pallas import by_platform
 
 
 def fused_recurrent_gated_delta_product(
@@ -126,7 +126,7 @@ def _fused_recurrent(
     if implementation == "xla" or (implementation is None and q.shape[-1] > 256):
       return plain(*args)
     if implementation is None:
-      return lax.platform_dependent(*args, cuda=partial(run, pallas), default=plain)
+      return by_platform(partial(run, pallas), plain, *args)
     return run(partial(pallas, implementation=implementation), *args)
 
   @no_gradient.defjvp

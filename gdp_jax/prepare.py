@@ -3,9 +3,9 @@
 from functools import partial
 
 import jax
-from jax import lax
 
 from gdp_jax import inputs, kernels, xla
+from gdp_jax.kernels.pallas import by_platform
 
 
 def prepare(
@@ -104,7 +104,7 @@ def _prepare(static, *args):
   if implementation == "xla":
     return plain(*args)
   if implementation is None:
-    return lax.platform_dependent(*args, cuda=kernel("pallas"), default=plain)
+    return by_platform(kernel("pallas"), plain, *args)
   return kernel(implementation)(*args)
 
 

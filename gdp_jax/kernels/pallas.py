@@ -6,16 +6,31 @@ which of its elements exist; the others are read as 0 and never written.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
 from gdp_jax.config import Config
 
+plt: Any
+try:
+  from jax.experimental.pallas import triton
+except ImportError:  # a jaxlib without Triton, such as the one for Windows
+  plt = None
+else:
+  plt = triton
+
 program_id, when = pl.program_id, pl.when
+
+
+def by_platform(kernel, plain, *args):
+  """kernel(*args) where the code is lowered for CUDA, plain(*args) elsewhere."""
+  if plt is None:
+    return plain(*args)
+  return lax.platform_dependent(*args, cuda=kernel, default=plain)
 
 
 def call(
@@ -32,9 +47,13 @@ def call(
 
   Raises:
     ValueError: implementation is neither "pallas" nor "interpret".
+    NotImplementedError: this jaxlib has no Triton backend.
   """
   if implementation not in ("pallas", "interpret"):
     raise ValueError(f'implementation must be "pallas" or "interpret", got {implementation!r}')
+  if plt is None:
+    raise NotImplementedError(f"{implementation=} needs Pallas' Triton backend, which this jaxlib"
+                              ' lacks; implementation="xla" needs nothing')  # fmt: skip
   interpret = implementation == "interpret"
   if "dot" in static:
     static["dot"] = functools.partial(dot, interpret=interpret)
