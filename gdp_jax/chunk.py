@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from gdp_jax import inputs, kernels, metadata, xla
-from gdp_jax.kernels.pallas import by_platform
+from gdp_jax.kernels.pallas import dispatch
 from gdp_jax.l2norm import l2_normalize
 
 
@@ -106,7 +106,7 @@ def chunk_gated_delta_product(
   cu_seqlens = inputs.check_arguments(
     q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
   )
-  inputs.check_implementation(implementation, q.shape[-1])
+  implementation = inputs.check_implementation(implementation, q.shape[-1])
   N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
   expected = (v.shape[2], q.shape[-1], v.shape[3])
   state_indices = inputs.check_pool(
@@ -141,9 +141,7 @@ def _chunk(
   implementation,
 ):  # fmt: skip
   if state is not None:
-    live = (state_indices >= 0) & (state_indices < state.shape[0])
-    # Nowhere, for what is skipped: a negative index would count from the pool's end.
-    slots = jnp.where(live, state_indices, state.shape[0])
+    live, slots = metadata.pool_slots(state_indices, state.shape[0])
     initial_state = state.at[slots].get(mode="fill", fill_value=0)
     output_final_state = True
     live_tokens = _on_tokens(live, q.shape[1], cu_seqlens)
@@ -164,7 +162,7 @@ def _chunk(
   args = (q, k, v, g, beta, initial_state, cu_seqlens)
   if 0 in v.shape:
     o, final_state, h = _nothing(static, *args)
-  elif implementation == "xla" or (implementation is None and q.shape[-1] > 256):
+  elif implementation == "xla":
     o, final_state, h, _ = _forward(static, xla, *args)  # differentiable as it is
   else:
     o, final_state, h = _kernels(static, *args)
@@ -229,10 +227,8 @@ _kernels.defvjp(_kernels_fwd, _kernels_bwd)
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _dispatch(function, static, *args):
   """Runs `function(static, stages, *args)` with the stages that the implementation means."""
-  if static.implementation is not None:
-    return function(static, _stages(static.implementation), *args)
-  kernel = partial(function, static, _stages("pallas"))
-  return by_platform(kernel, partial(function, static, xla), *args)
+  kernel = lambda implementation: partial(function, static, _stages(implementation))
+  return dispatch(static.implementation, kernel, partial(function, static, xla), *args)
 
 
 @_dispatch.defjvp

@@ -31,7 +31,7 @@ def block(size: int, most: int) -> int:
   best = 16
   while best < min(size, most):
     best *= 2
-  while best > 16 and -(-size // best) * best > size * 1.125 and best > 32:
+  while best > 32 and -(-size // best) * best > size * 1.125:
     best //= 2
   return best
 

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gdp_jax import inputs, kernels, xla
-from gdp_jax.kernels.pallas import by_platform
+from gdp_jax import inputs, kernels, metadata, xla
+from gdp_jax.kernels.pallas import dispatch
 
 
 def fused_recurrent_gated_delta_product(
@@ -80,7 +80,7 @@ def fused_recurrent_gated_delta_product(
   Source: DeltaProduct, arXiv 2502.10297; `core.ssm.ops.gdp` of Megatron Core.
   """
   inputs.check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, None)
-  inputs.check_implementation(implementation, q.shape[-1])
+  implementation = inputs.check_implementation(implementation, q.shape[-1])
   if q.shape[1] < 1:
     raise ValueError(f"q must have at least one token, T >= 1, got shape {q.shape}")
   if state is None and not update_state:
@@ -118,16 +118,14 @@ def _fused_recurrent(
       output_state, output_intermediate_states,
     )  # fmt: skip
 
-  pallas = kernels.fused_recurrent_gated_delta_product_fwd
-  plain = partial(run, xla.fused_recurrent_gated_delta_product_fwd)
+  def kernel(implementation):
+    stage = kernels.fused_recurrent_gated_delta_product_fwd
+    return partial(run, partial(stage, implementation=implementation))
 
   @jax.custom_jvp
   def no_gradient(*args):
-    if implementation == "xla" or (implementation is None and q.shape[-1] > 256):
-      return plain(*args)
-    if implementation is None:
-      return by_platform(partial(run, pallas), plain, *args)
-    return run(partial(pallas, implementation=implementation), *args)
+    plain = partial(run, xla.fused_recurrent_gated_delta_product_fwd)
+    return dispatch(implementation, kernel, plain, *args)
 
   @no_gradient.defjvp
   def _(primals, tangents):
@@ -188,7 +186,8 @@ def rollback(
   if isinstance(num_accepted, np.ndarray) and ((num_accepted < 0) | (num_accepted > T)).any():
     raise ValueError(f"num_accepted must lie in 0..T with T={T}, got {num_accepted.tolist()}")
   state, states = jnp.asarray(state), jnp.asarray(intermediate_states)
-  write = (slots >= 0) & (num_accepted > 0)
+  _, slots = metadata.pool_slots(slots, state.shape[0])
   last = jnp.clip(num_accepted - 1, 0, T - 1)
   accepted = states[jnp.arange(N), last].astype(state.dtype)
-  return state.at[jnp.where(write, slots, state.shape[0])].set(accepted, mode="drop")
+  slots = jnp.where(num_accepted > 0, slots, state.shape[0])
+  return state.at[slots].set(accepted, mode="drop")

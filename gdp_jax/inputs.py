@@ -93,8 +93,12 @@ def check_arguments(
   return cu_seqlens
 
 
-def check_implementation(implementation: Any, K: int) -> None:
-  """Raises unless `implementation` is known and can serve heads of K channels."""
+def check_implementation(implementation: Any, K: int) -> str | None:
+  """Raises unless `implementation` is known and can serve heads of K channels.
+
+  Returns:
+    implementation; "xla" for None where the kernels cannot serve.
+  """
   if implementation is not None and implementation not in IMPLEMENTATIONS:
     raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS},"
                      f" got {implementation!r}")  # fmt: skip
@@ -103,6 +107,7 @@ def check_implementation(implementation: Any, K: int) -> None:
       f"q and k must have at most K=256 channels a head for implementation={implementation!r},"
       f' got K={K}; implementation="xla" has no such limit'
     )
+  return "xla" if K > 256 else implementation
 
 
 def check_pool(

@@ -72,18 +72,30 @@ def prepare_chunk_indices(
     >>> prepare_chunk_indices(jnp.array([0, 5, 6, 10]), 12, 4).tolist()
     [[0, 0], [0, 1], [1, 0], [2, 0], [3, 0], [3, 1], [3, 2]]
   """
-  first, _ = _first_chunks(sanitize_cu_seqlens(cu_seqlens, length), length, chunk_size)
+  first = _first_chunks(_with_padding(sanitize_cu_seqlens(cu_seqlens, length), length), chunk_size)
   index = jnp.arange(num_chunks(length, cu_seqlens.shape[0], chunk_size), dtype=jnp.int32)
   sequence = sequence_of(index, first)
   return jnp.stack([sequence, index - first[sequence]], axis=1)
 
 
-def _first_chunks(offsets, length, chunk_size):
-  """First chunk of each of the N+1 sequences (padding included) and their total: int32 [N+2]."""
-  ends = jnp.concatenate([offsets, jnp.full((1,), length, jnp.int32)])
-  counts = -(-jnp.diff(ends) // chunk_size)
-  first = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
-  return first, ends
+def _with_padding(offsets, length):
+  """Offsets [N+2] of the N sequences and of the padding behind them."""
+  return jnp.concatenate([offsets, jnp.full((1,), length, jnp.int32)])
+
+
+def _first_chunks(offsets, chunk_size):
+  """First chunk of each sequence, and how many chunks there are in all: int32, as the offsets."""
+  counts = -(-jnp.diff(offsets) // chunk_size)
+  return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts).astype(jnp.int32)])
+
+
+def pool_slots(state_indices: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+  """Which of the slots [N] lie in a pool of `size` states, and the slots with `size` for the rest.
+
+  `size` is nowhere, for gathers that fill and scatters that drop; -1 would be the pool's end.
+  """
+  live = (state_indices >= 0) & (state_indices < size)
+  return live, jnp.where(live, state_indices, size)
 
 
 def chunk_bounds(
@@ -109,8 +121,7 @@ def chunk_bounds(
   if chunk_indices is None:
     chunk_indices = prepare_chunk_indices(cu_seqlens, length, chunk_size)
   N = cu_seqlens.shape[0] - 1
-  offsets = sanitize_cu_seqlens(cu_seqlens, length)
-  ends = jnp.concatenate([offsets, jnp.full((1,), length, jnp.int32)])
+  ends = _with_padding(sanitize_cu_seqlens(cu_seqlens, length), length)
   sequence = jnp.clip(chunk_indices[:, 0], 0, N)
   chunk = jnp.clip(chunk_indices[:, 1], 0, length)
   # min before the product: an entry past the end must not overflow int32.
@@ -148,8 +159,8 @@ def sequence_bounds(
     return jnp.asarray(table, jnp.int32)
   _check_batch(batch)
   offsets = sanitize_cu_seqlens(cu_seqlens, length)
-  first, _ = _first_chunks(offsets // num_householder, tokens, chunk_size)
-  ends = jnp.concatenate([offsets, jnp.full((1,), length, jnp.int32)])
+  first = _first_chunks(_with_padding(offsets // num_householder, tokens), chunk_size)
+  ends = _with_padding(offsets, length)
   stop = ends[1:].at[-1].set(offsets[-1])
   return jnp.stack([ends[:-1], stop, ends[1:], first[:-1]], axis=1)
 

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 
 from gdp_jax import inputs, kernels, xla
-from gdp_jax.kernels.pallas import by_platform
+from gdp_jax.kernels.pallas import dispatch
 
 
 def prepare(
@@ -98,14 +98,11 @@ def prepare(
 def _prepare(static, *args):
   implementation, *rest = static
   plain = lambda *args: xla.prepare_fwd(*args, *rest)
-  kernel = lambda implementation: (
-    lambda *args: kernels.prepare_fwd(*args, *rest, implementation=implementation)
-  )
-  if implementation == "xla":
-    return plain(*args)
-  if implementation is None:
-    return by_platform(kernel("pallas"), plain, *args)
-  return kernel(implementation)(*args)
+
+  def kernel(implementation):
+    return lambda *args: kernels.prepare_fwd(*args, *rest, implementation=implementation)
+
+  return dispatch(implementation, kernel, plain, *args)
 
 
 @_prepare.defjvp

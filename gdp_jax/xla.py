@@ -342,9 +342,7 @@ def fused_recurrent_gated_delta_product_fwd(
   elif state_indices is None:
     S = state.astype(jnp.float32)
   else:
-    live = (state_indices >= 0) & (state_indices < state.shape[0])
-    # Nowhere, for padding: a negative index would count from the pool's end.
-    slots = jnp.where(live, state_indices, state.shape[0])
+    live, slots = metadata.pool_slots(state_indices, state.shape[0])
     S = state.at[slots].get(mode="fill", fill_value=0).astype(jnp.float32)
 
   def per_token(x, heads=None):  # [T, N, M, ...] in fp32, zeros for padding
@@ -443,7 +441,7 @@ class _Chunks:
   def join(self, x):
     if self.packed:
       out = jnp.zeros((1, self.length, *x.shape[2:]), x.dtype)
-      return out.at[0, self.rows].set(x, mode="drop", unique_indices=False)
+      return out.at[0, self.rows].set(x, mode="drop")
     x = x.reshape(self.batch, self.count * self.size, *x.shape[2:])
     return x[:, : self.length]
 
@@ -497,7 +495,7 @@ def _used_states(h, cu_seqlens, R, M, C):
   """[chunk, B, stride, ...] -> [B, chunk * stride, ...] without the padding's chunks; unused 0."""
   h = jnp.swapaxes(h, 0, 1)
   if cu_seqlens is not None:
-    first, _, count = _sequence_ends(cu_seqlens, R, M, C)
+    _, _, count = _sequence_ends(cu_seqlens, R, M, C)
     h = h[:, : metadata.num_chunks(R // M, cu_seqlens.shape[0] - 1, C)]
     used = jnp.arange(h.shape[1]) < jnp.sum(count)
     h = jnp.where(used.reshape(1, -1, *[1] * (h.ndim - 2)), h, 0)

@@ -205,6 +205,14 @@ def assert_same_bits(actual: dict, expected: dict, what: str):
     assert np.array_equal(x, y), f"{name} of {what}: {np.sum(x != y)} of {x.size} elements differ"
 
 
+def assert_raises(error, parts, f, **kwargs):
+  """f(**kwargs) raises `error`, whose message has every one of the parts."""
+  with pytest.raises(error) as raised:
+    f(**kwargs)
+  for part in parts:
+    assert part in str(raised.value), str(raised.value)
+
+
 def check(case: Case, implementation: str, bound: float | None = None) -> dict[str, np.ndarray]:
   """The operator's results on a case, after a look at their dtypes, shapes and values."""
   actual = run(case, implementation)

@@ -21,9 +21,11 @@ from cases import (
   PALLAS,
   Case,
   assert_close,
+  assert_raises,
   assert_same_bits,
   each,
   make_inputs,
+  quick_jit,
 )
 from lowering import count_kernels, lower_for_cuda
 
@@ -39,11 +41,8 @@ from gdp_jax import (
 # are computed and returned in fp32 whatever the inputs' dtype.
 O_BOUNDS = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 5e-4}
 
-# Compiling is what takes time here, and LLVM's optimisation most of that on a CPU.
-QUICK = dict(compiler_options={"xla_backend_optimization_level": 0})
-jit = functools.partial(jax.jit, **(QUICK if jax.default_backend() == "cpu" else {}))
-
-# So most tests share these: four requests over four slots, and a row of 200 tokens for them.
+# Compiling is what takes time here, so most tests share these: four requests over four slots, and a
+# row of 200 tokens for them.
 DRAFT = Case("draft", B=4, T=4, initial_state=False)
 ROW = Case("row", B=1, T=200, initial_state=False)
 SMALL = Case("small", B=3, T=2, H=1, HV=2, K=16, V=24, initial_state=False)
@@ -92,7 +91,7 @@ def prefilling(case, implementation, **options):
 
 @functools.cache
 def compiled(operator, *static, **options):
-  return jit(operator(*static, **options))
+  return quick_jit(operator(*static, **options))
 
 
 def call(operator, inputs, case, implementation, kwargs):
@@ -114,7 +113,7 @@ def prefill(inputs, case, implementation, **kwargs):
 @functools.cache
 def reference(M, l2norm):
   options = dict(use_qk_l2norm_in_kernel=l2norm, output_final_state=True)
-  return jit(functools.partial(recurrent_gated_delta_product, num_householder=M, **options))
+  return quick_jit(functools.partial(recurrent_gated_delta_product, num_householder=M, **options))
 
 
 def recurrence(inputs, case, state=None, rounded_to="float32"):
@@ -549,10 +548,10 @@ def test_gradients_through_a_pool(implementation):
     return jnp.sum(o * do[live]) + jnp.sum(final_state**2)
 
   del inputs["initial_state"]
-  actual, dpool = jit(jax.grad(with_pool, argnums=(0, 1)))(with_nan(inputs, 1), pool)
+  actual, dpool = quick_jit(jax.grad(with_pool, argnums=(0, 1)))(with_nan(inputs, 1), pool)
   chex.assert_tree_all_finite((actual, dpool))
   states = {name: x[live] for name, x in inputs.items()} | dict(initial_state=pool[slots[live]])
-  expected = jit(jax.grad(with_states))(states)
+  expected = quick_jit(jax.grad(with_states))(states)
   for name, dx in actual.items():
     assert not np.any(dx[1]), name
     assert_close({name: dx[live]}, {name: expected[name]}, 1e-5, "gradients")
@@ -589,7 +588,7 @@ def test_speculation_and_rollback(implementation, dtype):
   inputs, before = streams(DRAFT), make_pool(DRAFT, dtype)
   token = cut(streams(dataclasses.replace(DRAFT, seed=1)), 0, 1)
   run = functools.partial(decode, case=DRAFT, implementation=implementation)
-  speculate = jit(server_steps(DRAFT, implementation)["speculate"])
+  speculate = quick_jit(server_steps(DRAFT, implementation)["speculate"])
 
   for accepted in ([0, 1, 4, 2], [4, 3, 0, 0]):
     pool, draft_o = speculate(before, inputs, slots, np.array(accepted))
@@ -689,7 +688,7 @@ def test_one_trace_and_no_transfer(implementation):
       traces.append(name)
       return f(*args)
 
-    return jit(g)
+    return quick_jit(g)
 
   steps = {name: traced(name, f) for name, f in server_steps(SMALL, implementation).items()}
 
@@ -751,11 +750,11 @@ def test_donated_pool(implementation, step):
   args += [np.array([2, 1, 0])] if step == "speculate" else []
   args = jax.device_put(args)
   names = ("pool", "o")
-  expected = dict(zip(names, jit(f)(before, *args), strict=True))
+  expected = dict(zip(names, quick_jit(f)(before, *args), strict=True))
 
   pool = jax.block_until_ready(jnp.array(before))
   pointer = pool.unsafe_buffer_pointer()
-  donating = jit(f, donate_argnums=0)
+  donating = quick_jit(f, donate_argnums=0)
   actual = dict(zip(names, donating(pool, *args), strict=True))
   assert pool.is_deleted()
   assert_same(actual, expected, implementation, "a donated pool")
@@ -773,7 +772,7 @@ def test_vmap(implementation):
   pools = np.stack([make_pool(case) for case in cases])
   stacked = {name: np.stack([x[name] for x in inputs]) for name in inputs[0]}
   f = decoding(SMALL, implementation, output_final_state=True)
-  o, final_state = jit(jax.vmap(lambda inputs: f(**inputs)))(stacked)
+  o, final_state = quick_jit(jax.vmap(lambda inputs: f(**inputs)))(stacked)
   for i, x in enumerate(inputs):
     expected = recurrence(cut(streams(cases[i]), 0, SMALL.T), SMALL, x["initial_state"])
     actual = dict(o=o[i], final_state=final_state[i])
@@ -783,11 +782,11 @@ def test_vmap(implementation):
   del stacked["initial_state"]
   slots = np.array([[2, -1, 0], [-1, 1, 3]], np.int32)
   f = server_steps(SMALL, implementation)["decode"]
-  after, o = jit(jax.vmap(f))(pools, stacked, slots)
+  after, o = quick_jit(jax.vmap(f))(pools, stacked, slots)
   for i, case in enumerate(cases):
     actual = dict(o=o[i], pool=after[i])
     args = pools[i], streams(case), slots[i]
-    expected = dict(zip(("pool", "o"), jit(f)(*args), strict=True))
+    expected = dict(zip(("pool", "o"), quick_jit(f)(*args), strict=True))
     assert_close(actual, expected, BOUNDS["float32"], f"vmap over pools, {i}")
 
 
@@ -898,13 +897,6 @@ DECODE, PREFILL = fused_recurrent_gated_delta_product, chunk_gated_delta_product
 
 def zeros(*shape, dtype=np.float32):
   return np.zeros(shape, dtype)
-
-
-def assert_raises(error, parts, f, **kwargs):
-  with pytest.raises(error) as raised:
-    f(**kwargs)
-  for part in parts:
-    assert part in str(raised.value), str(raised.value)
 
 
 POOL = zeros(3, 4, 8, 16)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, make_inputs
+from cases import Case, assert_raises, make_inputs
 
 from gdp_jax import (
   check_inputs,
@@ -23,13 +23,6 @@ def arguments(**changed):
 
 def zeros(*shape, dtype=np.float32):
   return np.zeros(shape, dtype)
-
-
-def assert_raises(error, parts, f, **kwargs):
-  with pytest.raises(error) as raised:
-    f(**kwargs)
-  for part in parts:
-    assert part in str(raised.value), str(raised.value)
 
 
 BAD_ARGUMENTS = {

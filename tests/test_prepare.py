@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, KERNELS, PALLAS, assert_close, assert_same_bits
+from cases import IMPLEMENTATIONS, KERNELS, PALLAS, assert_close, assert_same_bits, quick_jit
 from lowering import count_kernels, lower_for_cuda
 
 from gdp_jax import chunk_gated_delta_product, fused_recurrent_gated_delta_product, prepare
-
-# LLVM's optimisation is most of what compiling takes on a CPU.
-QUICK = dict(compiler_options={"xla_backend_optimization_level": 0})
-jit = functools.partial(jax.jit, **(QUICK if jax.default_backend() == "cpu" else {}))
 
 NAMES = ("q", "k", "v", "g", "beta")
 
@@ -304,14 +300,14 @@ def test_extreme_logits_through_the_operators(implementation):
     return jnp.sum(o**2) + jnp.sum(final_state**2)
 
   args = (x, A_LOG, np.zeros(s.HV, np.float32))
-  chunk = jit(outputs)(*args)
-  step = jit(functools.partial(outputs, operator=fused_recurrent_gated_delta_product))(*args)
+  chunk = quick_jit(outputs)(*args)
+  step = quick_jit(functools.partial(outputs, operator=fused_recurrent_gated_delta_product))(*args)
   chex.assert_tree_all_finite((chunk, step))
   names = ("o", "final_state")
   assert_close(
     dict(zip(names, step, strict=True)), dict(zip(names, chunk, strict=True)), 1e-5, "decode"
   )
-  value, gradients = jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args)
+  value, gradients = quick_jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*args)
   chex.assert_tree_all_finite((value, gradients))
   assert np.any(gradients[0])
 
@@ -333,17 +329,17 @@ def test_prefill_and_decode(implementation, gated):
   x, p = numbered(s), parameters(s)
   options = dict(use_qk_l2norm_in_kernel=True, implementation=implementation)
   gates = s.kwargs | dict(allow_neg_eigval=True, implementation=implementation)
-  f = jit(functools.partial(prepare, **p, **gates))
+  f = quick_jit(functools.partial(prepare, **p, **gates))
   prefill = lambda *args, **kwargs: chunk_gated_delta_product(*args, s.M, **options, **kwargs)
   decode = lambda *args, **kwargs: fused_recurrent_gated_delta_product(
     *args, s.M, **options, **kwargs
   )
-  o, state = jit(functools.partial(prefill, output_final_state=True))(*f(x))
+  o, state = quick_jit(functools.partial(prefill, output_final_state=True))(*f(x))
   expected = dict(o=o, state=state)
 
   pool, slots = jnp.zeros((4, s.HV, s.K, s.V)), jnp.array([3, 0, 2])
-  prefilled, pool = jit(prefill)(*f(x[:, :5]), state=pool, state_indices=slots)
-  o, step = [prefilled], jit(decode)
+  prefilled, pool = quick_jit(prefill)(*f(x[:, :5]), state=pool, state_indices=slots)
+  o, step = [prefilled], quick_jit(decode)
   for t in range(5, 8):
     token = f(x[:, t : t + 1])
     for y, whole in zip(token, f(x), strict=True):

@@ -26,11 +26,17 @@ else:
 program_id, when = pl.program_id, pl.when
 
 
-def by_platform(kernel, plain, *args):
-  """kernel(*args) where the code is lowered for CUDA, plain(*args) elsewhere."""
-  if plt is None:
+def dispatch(implementation, kernel, plain, *args):
+  """Runs what an operator's `implementation` means.
+
+  plain(*args) for "xla", kernel("pallas" or "interpret")(*args) for these; for None the Pallas
+  kernels where the code is lowered for CUDA, plain(*args) elsewhere.
+  """
+  if implementation is None and plt is not None:
+    return lax.platform_dependent(*args, cuda=kernel("pallas"), default=plain)
+  if implementation in (None, "xla"):
     return plain(*args)
-  return lax.platform_dependent(*args, cuda=kernel, default=plain)
+  return kernel(implementation)(*args)
 
 
 def call(
