@@ -209,16 +209,16 @@ def _kernels(static, *args):
 
 
 def _kernels_fwd(static, *args):
-  # Kept: the inputs, and Ti, 4 C bytes a row and value head (C = 64: 256). Recomputed: the states
-  # of the row chunks and v_new, which in bf16 at K = V = 128 would be 2 K V / C + 2 V = 768 bytes.
-  *out, inverse = _dispatch(_forward, static, *args)
-  return tuple(out), (args, inverse)
+  # Kept: the inputs, and in bf16 Ti and v_new, 2 C + 2 V bytes a row and value head (V = 128: 384).
+  # Recomputed from these: the states of the row chunks, which would be 2 K V / C = 512 bytes more.
+  *out, kept = _dispatch(_forward, static, *args)
+  return tuple(out), (args, kept)
 
 
 def _kernels_bwd(static, residuals, cotangents):
-  args, inverse = residuals
+  args, kept = residuals
   do, dfinal_state, _ = cotangents  # of the states it is 0: see output_chunk_states
-  return *_dispatch(_backward, static, *args, inverse, do, dfinal_state), None
+  return *_dispatch(_backward, static, *args, kept, do, dfinal_state), None
 
 
 _kernels.defvjp(_kernels_fwd, _kernels_bwd)
@@ -260,25 +260,23 @@ def _forward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens):
   o = stages.chunk_gated_delta_product_fwd_o(
     q, k, v_new, h, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
   )
-  return o, final_state, h if static.output_chunk_states else None, (Ti, Ti_low)
+  return o, final_state, h if static.output_chunk_states else None, (Ti, v_new)
 
 
-def _backward(
-  static, stages, q, k, v, g, beta, initial_state, cu_seqlens, inverse, do, dfinal_state
-):
+def _backward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens, kept, do, dfinal_state):
   """Gradients of q, k, v, g, beta and initial_state, each in its primal's dtype."""
   at = _Layout(static, stages, q, g, cu_seqlens)
-  Ti, Ti_low = inverse
+  Ti, v_new = kept
   wide_beta = beta.astype(jnp.float32)
-  h, v_new, _ = stages.chunk_gated_delta_product_fwd_wy_h(
-    k, v, wide_beta, Ti, at.g_rows, initial_state, output_row_states=True, A_low=Ti_low, **at.rows
+  h = stages.chunk_gated_delta_product_states(
+    k, v_new, at.g_rows, initial_state, Ti.shape[-1], **at.rows
   )
   dq, dk, dv, dg_tokens = stages.chunk_gated_delta_product_bwd_o(
     q, k, v_new, h, do, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
   )
   dh, dres, dinitial_state = stages.chunk_gated_delta_product_bwd_h(
     q, k, wide_beta, Ti, do, dv, at.g_rows, at.g_tokens, static.scale, dfinal_state,
-    initial_state is not None, A_low=Ti_low, **at.rows,
+    initial_state is not None, **at.rows,
   )  # fmt: skip
   dk, dv, dbeta, dg_rows = stages.chunk_gated_delta_product_bwd_wy(
     k, v, wide_beta, h, v_new, dh, dres, dk, at.g_rows, chunk_size=Ti.shape[-1], **at.rows

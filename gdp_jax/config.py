@@ -36,44 +36,72 @@ def block(size: int, most: int) -> int:
   return best
 
 
-def choose(stage: str, K: int, V: int, dtype) -> Config:
+SWEEPS = (
+  "chunk_gated_delta_product_bwd_h",
+  "chunk_gated_delta_product_fwd_h",
+  "chunk_gated_delta_product_fwd_wy_h",
+  "chunk_gated_delta_product_states",
+)
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+def choose(stage: str, K: int, V: int, dtype, streams: int = 1) -> Config:
   """The Config of a stage for heads of K and V channels, in bf16 or fp16 or fp32.
 
-  Nothing here may look at B, T or N: a sequence's bits must not depend on its company.
+  `streams` is sequences times value heads, for the sweeps. A sequence's bits must not depend on its
+  company, so nothing may follow from it but block_v: the columns of a state do not mix.
   """
   wide = jnp.dtype(dtype).itemsize == 4
-  # fp32 products split their operands in shared memory; deep pipelines no longer fit with K > 128.
-  stages = 1 if K > 128 else 2
   if stage == "chunk_local_cumsum":
     return Config(num_warps=2)
   if stage == "solve_tril":
-    return Config(num_warps=4 if wide else 2)
-  if stage in ("chunk_scaled_dot_kkt_fwd", "recompute_w_u_fwd"):
+    return Config(num_warps=1)  # its products are 16x16: more warps would only wait for each other
+  if stage == "chunk_scaled_dot_kkt_fwd":
+    most = 64 if wide else 128
+    return Config(block(K, most), block(V, most), num_warps=8 if K > 64 and not wide else 4)
+  if stage == "recompute_w_u_fwd":
     most = 64 if wide else 128
     return Config(block(K, most), block(V, most))
-  if stage in (
-    "chunk_gated_delta_product_fwd_h",
-    "chunk_gated_delta_product_fwd_wy_h",
-    "chunk_gated_delta_product_bwd_h",
-  ):
-    # The state tile [K, block_v] lives in registers, in fp32; narrow tiles make more programs,
-    # which is what this latency-bound sweep is short of.
-    if wide:
-      return Config(block(K, 64), 16, num_stages=stages)
-    return Config(block(K, 128), 16, num_stages=3 if K <= 128 else 2)
+  if stage in SWEEPS:
+    return _sweep(K, V, wide, streams)
   if stage == "chunk_gated_delta_product_fwd_o":
     if wide:
-      return Config(block(K, 64), block(V, 64), num_stages=stages)
-    return Config(block(K, 128), block(V, 128 if K <= 128 else 64))
+      return Config(block(K, 64), block(V, 64), num_stages=2 if K <= 128 else 1)
+    return Config(block(K, 128), block(V, 128), num_stages=2 if K <= 128 else 1)
   if stage == "chunk_gated_delta_product_bwd_o":
-    most = 64 if wide or K > 128 else 128
-    return Config(block(K, most), block(V, most), num_stages=1)
+    if wide:
+      return Config(block(K, 64), block(V, 64), num_stages=1)
+    if K <= 128:
+      return Config(block(K, 128), block(V, 128), num_stages=1)
+    return Config(block(K, 64), block(V, 64), num_stages=3)
   if stage == "chunk_gated_delta_product_bwd_wy":
-    return Config(block(K, 64), block(V, 64), num_stages=1)
+    if wide:
+      return Config(block(K, 64), block(V, 32), num_stages=1)
+    return Config(block(K, 64), block(V, 64), num_stages=3)
   if stage == "prepare_fwd":
     return Config(block_v=1024)
   if stage == "fused_recurrent_gated_delta_product_fwd":
     # All of K in one tile: a column of the state is read, and written, by one program.
     whole_k = max(16, 1 << (K - 1).bit_length())
-    return Config(whole_k, block(V, 64), num_warps=2 if K <= 128 else 4, num_stages=1)
+    return Config(whole_k, block(V, 64), num_warps=4, num_stages=1)
   raise ValueError(f"stage must be one of the kernels' names, got {stage!r}")
+
+
+def _sweep(K, V, wide, streams):
+  """A sweep is a chain of small products: it waits, and a program alone on its multiprocessor waits
+  least. So the narrowest block_v with which each program has one for itself; where there are too
+  many streams for that, the widest, which does most in a step. The state tile [K, block_v] lives in
+  registers, in fp32.
+  """
+  widest = 64 if not wide else 32 if K <= 128 else 16
+  narrow = [v for v in (16, 32) if v < widest and streams * -(-V // v) <= MULTIPROCESSORS]
+  block_v = block(V, narrow[0] if narrow else widest)
+  if wide:
+    # fp32 products split their operands in shared memory: with K > 128 no pipeline fits.
+    return Config(block(K, 64), block_v, num_stages=2 if K <= 128 else 1)
+  return Config(
+    block(K, 128),
+    block_v,
+    num_warps=8 if K > 128 and block_v == 64 else 4,
+    num_stages=3 if K <= 128 else 2,
+  )

@@ -113,6 +113,16 @@ def chunk_gated_delta_product_fwd_wy_h(
   )  # fmt: skip
 
 
+def chunk_gated_delta_product_states(
+  k, v_new, g=None, initial_state=None, chunk_size=CHUNK_SIZE, cu_seqlens=None, num_householder=1
+):
+  h, _, _ = _sweep(
+    lambda x, S: x["v_new"], k, dict(v_new=v_new), v_new, g, initial_state, False, chunk_size,
+    cu_seqlens, num_householder, 1,
+  )  # fmt: skip
+  return h
+
+
 def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M, stride):
   """S <- 2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T over the row chunks of each sequence.
 

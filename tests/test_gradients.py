@@ -673,9 +673,10 @@ def rounds(dtype):
   """[{stage: Config}]: each stage has in each round the next of all that it can get."""
   every = {
     stage: dict.fromkeys(
-      config.choose(stage, K, V, jnp.dtype(dtype))
+      config.choose(stage, K, V, jnp.dtype(dtype), streams)
       for K in (16, 32, 64, 96, 128, 160, 192, 256)
       for V in (16, 32, 64, 96, 128, 160, 192, 256, 512)
+      for streams in ((1, 5, 1000) if stage in config.SWEEPS else (1,))
     )
     for stage in STAGES
   }
@@ -694,6 +695,33 @@ def force(monkeypatch):
   yield use
   monkeypatch.undo()
   jax.clear_caches()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+  ("dtype", "K"), [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 256), ("float32", 128)]
+)
+def test_the_number_of_streams_changes_no_bit(monkeypatch, dtype, K):
+  """A batch's size may choose block_v, so the columns of a state must not feel their company."""
+  case = Case(f"K{K}", B=1, T=100, H=1, HV=2, K=K, V=128, dtype=dtype)
+  choose, results = config.choose, []
+
+  def run(inputs, cotangents):
+    outputs, pull = jax.vjp(lambda x: operator(case, "pallas")(x, None), inputs)
+    return outputs, pull(cotangents)
+
+  for streams in (1, 20, 1000):
+    jax.clear_caches()  # what is compiled has its Config inside
+    fixed = lambda *args, streams=streams: choose(*args[:4], streams)
+    monkeypatch.setattr(config, "choose", fixed)
+    results.append(jax.jit(run)(make_inputs(case), make_cotangents(case)))
+  jax.clear_caches()
+  chosen = {
+    choose(config.SWEEPS[0], K, 128, jnp.dtype(dtype), streams) for streams in (1, 20, 1000)
+  }
+  assert len(chosen) > 1, "nothing was chosen by the number of streams"
+  for result in results[1:]:
+    chex.assert_trees_all_equal(result, results[0])
 
 
 @pytest.mark.gpu

@@ -74,6 +74,7 @@ def stages(case, C):
       M | final | dict(output_row_states=True),
       dict(k=k, v=v, beta=beta, A=A, g=g) | state,
     ),
+    "chunk_gated_delta_product_states": (size | M, dict(k=k, v_new=v, g=g) | state),
     "chunk_gated_delta_product_fwd_o": (size | M, dict(q=q, k=k, v=v, h=h, g=g_tokens)),
   }
 

@@ -19,6 +19,7 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3}
 
 RESULTS = {
   "chunk_gated_delta_product_fwd_wy_h": ("h", "v_new", "final_state"),
+  "chunk_gated_delta_product_states": ("h",),
   "chunk_gated_delta_product_bwd_o": ("dq", "dk", "dv", "dg"),
   "chunk_gated_delta_product_bwd_h": ("dh", "dres", "dinitial_state"),
   "chunk_gated_delta_product_bwd_wy": ("dk", "dv", "dbeta", "dg"),
@@ -40,6 +41,12 @@ def make_arguments(case):
   return dict(**inputs, do=do, dfinal_state=dfinal_state, tokens=tokens)
 
 
+def named(stage, results):
+  """{name: result} of a stage, which returns a tuple of several and one result by itself."""
+  names = RESULTS[stage]
+  return dict(zip(names, results if len(names) > 1 else (results,), strict=True))
+
+
 def make_pipeline(case, C):
   """What each stage gets and gives in the operator's gradient, in the stages of `gdp_jax.xla`.
 
@@ -53,7 +60,7 @@ def make_pipeline(case, C):
     stages = {}
 
     def stage(name, arrays, called=None, **kwargs):
-      results = dict(zip(RESULTS[name], getattr(xla, name)(**arrays, **kwargs), strict=True))
+      results = named(name, getattr(xla, name)(**arrays, **kwargs))
       stages[called or name], static[called or name] = (arrays, results), kwargs
       return results
 
@@ -75,6 +82,11 @@ def make_pipeline(case, C):
     stage(name, sweep, "token-states", output_final_state=True, num_householder=M)
     x = stage(name, sweep, "row-states", output_row_states=True, num_householder=M)
     h, v_new = x["h"], x["v_new"]
+    stage(
+      "chunk_gated_delta_product_states",
+      dict(k=k, v_new=v_new, initial_state=initial_state, **on_rows),
+      chunk_size=C, num_householder=M,
+    )  # fmt: skip
     x = stage(
       "chunk_gated_delta_product_bwd_o",
       dict(q=q, k=k, v=v_new, h=h, do=do, **on_tokens),
@@ -108,7 +120,7 @@ def run_pipeline(case, C):
 def kernel(stage, static, implementation):
   name = "chunk_gated_delta_product_fwd_wy_h" if stage in SWEEPS else stage
   f = functools.partial(getattr(kernels, name), **static[stage], implementation=implementation)
-  return lambda arrays: dict(zip(RESULTS[name], f(**arrays), strict=True))
+  return lambda arrays: named(name, f(**arrays))
 
 
 def poison(case, C, arrays):

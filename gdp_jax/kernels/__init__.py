@@ -4,6 +4,7 @@ from gdp_jax.kernels.chunk_h import (
   chunk_gated_delta_product_bwd_h,
   chunk_gated_delta_product_fwd_h,
   chunk_gated_delta_product_fwd_wy_h,
+  chunk_gated_delta_product_states,
 )
 from gdp_jax.kernels.chunk_o import (
   chunk_gated_delta_product_bwd_o,
@@ -23,6 +24,7 @@ __all__ = [
   "chunk_gated_delta_product_fwd_h",
   "chunk_gated_delta_product_fwd_o",
   "chunk_gated_delta_product_fwd_wy_h",
+  "chunk_gated_delta_product_states",
   "chunk_local_cumsum",
   "chunk_scaled_dot_kkt_fwd",
   "fused_recurrent_gated_delta_product_fwd",

@@ -97,14 +97,46 @@ def chunk_gated_delta_product_fwd_wy_h(
   )  # fmt: skip
 
 
+def chunk_gated_delta_product_states(
+  k: jax.Array,
+  v_new: jax.Array,
+  g: jax.Array | None = None,
+  initial_state: jax.Array | None = None,
+  chunk_size: int = CHUNK_SIZE,
+  cu_seqlens: jax.Array | None = None,
+  num_householder: int = 1,
+  *,
+  implementation: str = "pallas",
+) -> jax.Array:
+  """The states again, where v_new is known: one product a row chunk instead of a chain of three.
+
+  Args:
+    k, g, initial_state, chunk_size, cu_seqlens, num_householder, implementation: as for
+      `chunk_gated_delta_product_fwd_h`.
+    v_new: its result [B, R, HV, V].
+
+  Returns:
+    S at the start of each row chunk, [B, NC * M, HV, K, V] as from
+    `chunk_gated_delta_product_fwd_wy_h` with output_row_states.
+
+  Source: this project.
+  """
+  h, _, _ = _fwd_h(
+    k, v_new, None, None, None, None, g, initial_state, False, chunk_size, cu_seqlens,
+    num_householder, 1, implementation, "chunk_gated_delta_product_states",
+  )  # fmt: skip
+  return h
+
+
 def _fwd_h(
   k, x, w, A, A_low, beta, g, initial_state, output_final_state, C, cu_seqlens, M, stride,
   implementation, stage,
 ):  # fmt: skip
-  """Both forward sweeps; x is u where there is w, else v."""
+  """The forward sweeps; x is u where there is w, v where there is A, v_new where neither."""
+  name = "u" if w is not None else "v" if A is not None else "v_new"
   sizes = inputs.check_stage(
     M, **{
-      "k": (k, "B R H K"), "v" if w is None else "u": (x, "B R HV V"), "w": (w, "B R HV K"),
+      "k": (k, "B R H K"), name: (x, "B R HV V"), "w": (w, "B R HV K"),
       "A": (A, "B R HV C"), "A_low": (A_low, "B R HV C"), "beta": (beta, "B R HV"),
       "g": (g, "B R HV"), "initial_state": (initial_state, "N HV K V"),
     },
@@ -114,7 +146,7 @@ def _fwd_h(
   _check_sequences("initial_state", sizes, N)
   per_chunk = M // stride
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
-  cfg = config.choose(stage, K, V, k.dtype)
+  cfg = config.choose(stage, K, V, k.dtype, N * HV)
   h, v_new, final_state = pallas.call(
     _fwd_h_kernel,
     bounds,
@@ -129,7 +161,7 @@ def _fwd_h(
     grid=(bounds.shape[0], HV, -(-V // cfg.block_v)),
     out_shape=(
       jax.ShapeDtypeStruct((B * NC * per_chunk, HV, K, V), k.dtype),
-      jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
+      None if name == "v_new" else jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
       jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_final_state else None,
     ),
     config=cfg,
@@ -143,7 +175,9 @@ def _fwd_h(
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
-  return h.reshape(B, NC * per_chunk, HV, K, V), v_new.reshape(B, R, HV, V), final_state
+  if v_new is not None:
+    v_new = v_new.reshape(B, R, HV, V)
+  return h.reshape(B, NC * per_chunk, HV, K, V), v_new, final_state
 
 
 def _check_sequences(name, sizes, N):
@@ -163,7 +197,7 @@ def _sequences(B, R, M, C, cu_seqlens):
 def _fwd_h_kernel(
   bounds_ref,  # [N or N+1, 4]
   k_ref,  # [B*R, H, K]
-  x_ref,  # [B*R, HV, V]: u where there is w, else v
+  x_ref,  # [B*R, HV, V]: u where there is w, v where there is Ti, v_new where neither
   w_ref,  # [B*R, HV, K] or None
   Ti_ref,  # [B*R, HV, C] or None, with
   Ti_low_ref,  # [B*R, HV, C] or None
@@ -171,7 +205,7 @@ def _fwd_h_kernel(
   g_ref,  # [B*R, HV] or None
   initial_ref,  # [N, HV, K, V] or None
   h_ref,  # [B*NC*(M/stride), HV, K, V]
-  v_new_ref,  # [B*R, HV, V]
+  v_new_ref,  # [B*R, HV, V] or None
   final_ref,  # [N, HV, K, V] or None
   *,
   dot,
@@ -210,27 +244,29 @@ def _fwd_h_kernel(
       for cols, exists in k_blocks
     ]
     x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), valid & v_exists).astype(jnp.float32)
+    if beta_ref is not None:
+      beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
     if g_ref is not None:
       g = pallas.load(g_ref.at[rows, hv], rows < stop)
+      to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
+    v_new = x
     if w_ref is not None:
-      v_new = x
       for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
         w = pallas.load(pallas.tile(w_ref, rows, hv, cols), valid & exists[None, :])
         v_new -= dot(w, S_b.astype(w.dtype))
-    else:
+    elif Ti_ref is not None:
       kS = sum(dot(k_b, S_b.astype(k_b.dtype)) for k_b, S_b in zip(k, S, strict=True))
       if g_ref is not None:
         kS *= jnp.exp2(g)[:, None]
-      beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
       residual = (beta[:, None] * (x - kS)).astype(Ti_ref.dtype)
       v_new = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid), residual)
       if Ti_low_ref is not None:
         v_new += dot(pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), valid), residual)
-    written = (rows < write_stop)[:, None]
-    pallas.store(pallas.tile(v_new_ref, rows, hv, v_cols), v_new, written & v_exists)
+    if v_new_ref is not None:
+      written = (rows < write_stop)[:, None]
+      pallas.store(pallas.tile(v_new_ref, rows, hv, v_cols), v_new, written & v_exists)
 
     if g_ref is not None:
-      to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
       v_new *= to_end[:, None]
       S = [S_b * jnp.exp2(g_last) for S_b in S]
     v_new = v_new.astype(k_ref.dtype)
@@ -312,7 +348,7 @@ def chunk_gated_delta_product_bwd_h(
   N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
   _check_sequences("dfinal_state", sizes, N)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
-  cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype)
+  cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype, N * HV)
   dh, dres, dinitial_state = pallas.call(
     _bwd_h_kernel,
     bounds,
@@ -393,16 +429,26 @@ def _bwd_h_kernel(
       pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
       for cols, exists in k_blocks
     ]
-    kdS = sum(dot(k_b, dS_b.astype(k_b.dtype)) for k_b, dS_b in zip(k, dS, strict=True))
     beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
+    dv = pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), valid & v_exists)
+    # The token chunk's own output reads the state that enters its first row chunk; elsewhere the
+    # masks make its product 0.
+    tokens = lax.div(first_row, M) + i
+    reads = ((tokens < lax.div(stop, M)) & (lax.rem(c, M) == 0))[:, None]
+    do = pallas.load(pallas.tile(do_ref, tokens, hv, v_cols), reads & v_exists)
+    do = do.astype(jnp.float32) * scale
     if g_ref is not None:
       g = pallas.load(g_ref.at[rows, hv], rows < stop)
       to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
+      do *= jnp.exp2(pallas.load(g_tokens_ref.at[tokens, hv], reads[:, 0]))[:, None]
+    do = do.astype(q_ref.dtype)
+
+    kdS = sum(dot(k_b, dS_b.astype(k_b.dtype)) for k_b, dS_b in zip(k, dS, strict=True))
+    if g_ref is not None:
       kdS *= to_end[:, None]
       beta *= jnp.exp2(g)
       dS = [dS_b * jnp.exp2(g_last) for dS_b in dS]
-    dv_new = kdS + pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), valid & v_exists)
-    dv_new = dv_new.astype(Ti_ref.dtype)
+    dv_new = (kdS + dv).astype(Ti_ref.dtype)
     dres = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid), dv_new, trans_a=True)
     if Ti_low_ref is not None:
       Ti_low = pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), valid)
@@ -410,16 +456,6 @@ def _bwd_h_kernel(
     written = (rows < write_stop)[:, None]
     pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, written & v_exists)
     dres = (dres * beta[:, None]).astype(k_ref.dtype)
-
-    # The token chunk's own output reads the state that enters its first row chunk; elsewhere the
-    # masks make this product 0.
-    tokens = lax.div(first_row, M) + i
-    reads = ((tokens < lax.div(stop, M)) & (lax.rem(c, M) == 0))[:, None]
-    do = pallas.load(pallas.tile(do_ref, tokens, hv, v_cols), reads & v_exists)
-    do = do.astype(jnp.float32) * scale
-    if g_ref is not None:
-      do *= jnp.exp2(pallas.load(g_tokens_ref.at[tokens, hv], reads[:, 0]))[:, None]
-    do = do.astype(q_ref.dtype)
     new = []
     for dS_b, k_b, (cols, exists) in zip(dS, k, k_blocks, strict=True):
       q = pallas.load(pallas.tile(q_ref, tokens, head, cols), reads & exists[None, :])

@@ -124,11 +124,11 @@ def _fwd_o_kernel(
 
   def copy(m, o):
     rows = tokens * M + m
+    v = pallas.load(pallas.tile(v_ref, rows, hv, v_cols), valid & v_exists)
     attn = jnp.zeros((C, C), jnp.float32)
     for q, (cols, exists) in zip(q_tiles, k_blocks, strict=True):
       k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
       attn += dot(q, k, trans_b=True)
-    v = pallas.load(pallas.tile(v_ref, rows, hv, v_cols), valid & v_exists)
     # Rounding attn to bf16 would be this stage's largest error: the sum over rows cancels.
     high, low = pallas.split(attn * decay, v.dtype)
     o += dot(high, v)

@@ -75,7 +75,7 @@ def fused_recurrent_gated_delta_product_fwd(
     beta,
     state_indices,
     state,
-    grid=(N, HV, -(-V // cfg.block_v)),
+    grid=(N * HV * -(-V // cfg.block_v),),
     out_shape=(jax.ShapeDtypeStruct((N, T, HV, V), v.dtype), state_out, states),
     # The pool is the last operand that there is, and the second result.
     in_place=pooled and output_state,
@@ -110,10 +110,20 @@ def _fused_recurrent_kernel(
   block_k,
   block_v,
 ):
-  """A program owns one request of one value head, and block_v columns of its state."""
-  n, hv, block = (pallas.program_id(i) for i in range(3))
+  """A program owns one request of one value head, and block_v columns of its state.
+
+  It reads the state once a token, for all keys and the query together, although each key's read
+  sees what the updates before it did: with r_j = S^T k_j of the token's decayed state S,
+
+      d_j = beta_j (v_j - r_j - sum_{i<j} (k_i . k_j) d_i);   o = S^T q + sum_j (q . k_j) d_j
+  """
   T, K, HV, V = q_ref.shape[1], q_ref.shape[3], v_ref.shape[2], v_ref.shape[3]
-  head = hv // (HV // q_ref.shape[2])
+  # Neighbours in the grid are neighbours in memory.
+  v_blocks = -(-V // block_v)
+  program = pallas.program_id(0)
+  block, program = lax.rem(program, v_blocks), lax.div(program, v_blocks)
+  hv, n = lax.rem(program, HV), lax.div(program, HV)
+  head = lax.div(hv, HV // q_ref.shape[2])
   k_cols = jnp.arange(block_k, dtype=jnp.int32)
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
   k_exists, v_exists = k_cols < K, v_cols < V
@@ -125,23 +135,38 @@ def _fused_recurrent_kernel(
     slot = jnp.where(live, slot, 0)
   tile_exists = k_exists[:, None] & v_exists[None, :] & live
 
-  def vector(ref, row, head, cols, exists):
-    return pallas.load(ref.at[n, row, head, cols], exists & live).astype(jnp.float32)
+  def vector(ref, row, head, cols, exists, **policy):
+    return pallas.load(ref.at[n, row, head, cols], exists & live, **policy).astype(jnp.float32)
 
-  def key(ref, row):
-    x = vector(ref, row, head, k_cols, k_exists)
-    return x * lax.rsqrt(jnp.sum(x * x) + EPS) if l2norm else x
+  def key(ref, row, **policy):
+    return vector(ref, row, head, k_cols, k_exists, **policy)
+
+  def norm(x):
+    return lax.rsqrt(jnp.sum(x * x) + EPS) if l2norm else 1.0
 
   def token(t, S):
+    keys = [key(k_ref, t * M + j) for j in range(M)]
+    values = [vector(v_ref, t * M + j, hv, v_cols, v_exists) for j in range(M)]
+    beta = [pallas.load(beta_ref.at[n, t * M + j, hv], live).astype(jnp.float32) for j in range(M)]
+    q = key(q_ref, t)
     if g_ref is not None:
       S *= jnp.exp(pallas.load(g_ref.at[n, t, hv], live).astype(jnp.float32))
-    for j in range(M):
-      row = t * M + j
-      k, v = key(k_ref, row), vector(v_ref, row, hv, v_cols, v_exists)
-      beta = pallas.load(beta_ref.at[n, row, hv], live).astype(jnp.float32)
-      read = jnp.sum(S * k[:, None], axis=0)
-      S += k[:, None] * (beta * (v - read))[None, :]
-    o = scale * jnp.sum(S * key(q_ref, t)[:, None], axis=0)
+    # The norms multiply what the sums give, so that these need not wait for them.
+    k_norms, q_norm = [norm(k) for k in keys], scale * norm(q)
+    reads = [c * jnp.sum(S * k[:, None], axis=0) for c, k in zip(k_norms, keys, strict=True)]
+    o = q_norm * jnp.sum(S * q[:, None], axis=0)
+    updates: list[jax.Array] = []
+    for j, k in enumerate(keys):
+      read = reads[j]
+      for i, update in enumerate(updates):
+        read += k_norms[i] * k_norms[j] * jnp.sum(keys[i] * k) * update
+      updates.append(beta[j] * (values[j] - read))
+      o += q_norm * k_norms[j] * jnp.sum(q * k) * updates[j]
+    for j, update in enumerate(updates):
+      # Loaded again, as kept in registers the keys would leave room for fewer programs. (With
+      # another policy, or the compiler would take it for the load that it has already done.)
+      k = key(k_ref, t * M + j, eviction_policy="evict_last")
+      S += k[:, None] * (k_norms[j] * update)[None, :]
     pallas.store(o_ref.at[n, t, hv, v_cols], o, v_exists)
     S = S.astype(state_dtype).astype(jnp.float32)
     if states_ref is not None:
@@ -154,6 +179,6 @@ def _fused_recurrent_kernel(
     S = jnp.zeros((block_k, block_v), jnp.float32)
   else:
     S = pallas.load(view(state_ref), tile_exists).astype(jnp.float32)
-  S = lax.fori_loop(0, T, token, S)
+  S = token(jnp.int32(0), S) if T == 1 else lax.fori_loop(0, T, token, S)
   if out_ref is not None:
     pallas.store(view(out_ref), S, tile_exists)

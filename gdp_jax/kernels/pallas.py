@@ -86,8 +86,8 @@ def tile(ref, rows, head, cols):
   return ref.at[rows[:, None], head, cols[None, :]]
 
 
-def load(view, mask):
-  return plt.load(view, mask=mask, other=0)
+def load(view, mask, *, eviction_policy=None):
+  return plt.load(view, mask=mask, other=0, eviction_policy=eviction_policy)
 
 
 def store(view, value, mask):

@@ -80,16 +80,17 @@ def _kkt_kernel(
   rows = start + i
   valid = rows < stop
 
+  beta = pallas.load(beta_ref.at[rows, hv], valid).astype(jnp.float32)
+  if g_ref is not None:
+    g = pallas.load(g_ref.at[rows, hv], valid)
   A = jnp.zeros((C, C), jnp.float32)
   for cols, exists in pallas.blocks(k_ref.shape[2], block_k):
     k = pallas.load(pallas.tile(k_ref, rows, h, cols), valid[:, None] & exists[None, :])
     A += dot(k, k, trans_b=True)
-  beta = pallas.load(beta_ref.at[rows, hv], valid).astype(jnp.float32)
   A *= beta[:, None]
   lower = valid[:, None] & (i[:, None] > i[None, :])
   if g_ref is None:
     A = jnp.where(lower, A, 0.0)
   else:
-    g = pallas.load(g_ref.at[rows, hv], valid)
     A *= pallas.decay(g, g, lower)
   pallas.store(pallas.tile(A_ref, rows, hv, i), A, (rows < write_stop)[:, None])

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from gdp_jax import config, inputs, metadata
 from gdp_jax.kernels import pallas
 
-_DIAGONAL = 16  # rows of the diagonal blocks that are inverted by substitution
+_BLOCK = 16  # rows of a block, the least that a matrix product takes
 
 
 def solve_tril(
@@ -74,41 +74,41 @@ def _solve_tril_kernel(
   """A program owns one row chunk of one value head."""
   c, hv = pallas.program_id(0), pallas.program_id(1)
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
-  D = _DIAGONAL
-  block = jnp.arange(C // D, dtype=jnp.int32)
+  D, n = _BLOCK, C // _BLOCK
+  block = jnp.arange(n, dtype=jnp.int32)
   d = jnp.arange(D, dtype=jnp.int32)
 
-  # X [block, row, column]: the inverses of the diagonal blocks, a row at a time,
-  # X_i = e_i - sum_{j<i} A_ij X_j.
-  eye = (d[:, None] == d[None, :]).astype(jnp.float32)
-  X = jnp.broadcast_to(eye[None], (C // D, D, D))
-  for i in range(1, D):
-    rows = start + block * D + i
-    view = A_ref.at[rows[:, None], hv, block[:, None] * D + d[None, :]]
-    A_i = pallas.load(view, (rows < stop)[:, None] & (d < i)[None, :]).astype(jnp.float32)
-    X_i = jnp.sum(A_i[:, :, None] * X, axis=1)
-    X = jnp.where((d == i)[None, :, None], X - X_i[:, None, :], X)
+  def load(row, col, exists=True):
+    mask = (start + row < stop) & exists
+    return pallas.load(A_ref.at[start + row, hv, col], mask).astype(jnp.float32)
 
-  # Laid out as one block-diagonal [C, C] matrix.
-  same = block[:, None, None, None] == block[None, None, :, None]
-  X = jnp.where(same, X[:, :, None, :], 0.0).reshape(C, C)
+  # All loads first: the substitution would wait for each of them.
+  across, down = d[None, :], d[:, None]
+  A = {(i, j): load(i * D + down, j * D + across) for i in range(n) for j in range(i)}
+  first = block[None, :] * D
+  A_rows = [load(first + i, first + down, down < i) for i in range(1, D)]
 
-  cols = jnp.arange(C, dtype=jnp.int32)
-  rows = start + cols
-  A = pallas.load(pallas.tile(A_ref, rows, hv, cols), (rows < stop)[:, None]).astype(jnp.float32)
-  shift = D.bit_length() - 1
-  size = D
-  while size < C:
-    # Pairs of inverted blocks of `size` rows become one: [[X1, 0], [-X2 A21 X1, X2]].
-    row, col = cols[:, None] >> shift, cols[None, :] >> shift
-    pair = (row == col + 1) & ((col & 1) == 0)
-    A_off = jnp.where(pair, A, 0.0)
-    X = X - dot(dot(X, A_off, precision=precision), X, precision=precision)
-    size, shift = 2 * size, shift + 1
+  # X [row, block, column]: the inverses of the diagonal blocks, a row at a time,
+  # X_i = e_i - sum_{j<i} A_ij X_j. With the rows in front a thread holds whole columns.
+  X = jnp.broadcast_to((d[:, None] == d[None, :]).astype(jnp.float32)[:, None, :], (D, n, D))
+  for i, A_i in enumerate(A_rows, start=1):
+    X_i = jnp.sum(A_i[:, :, None] * X, axis=0)
+    X = jnp.where((d == i)[:, None, None], X - X_i[None], X)
 
-  Ti = jnp.where((rows < stop)[:, None], X, 0.0)
-  written = (rows < write_stop)[:, None]
-  pallas.store(pallas.tile(Ti_ref, rows, hv, cols), Ti, written)
-  if low_ref is not None:
-    low = Ti - Ti.astype(Ti_ref.dtype).astype(jnp.float32)
-    pallas.store(pallas.tile(low_ref, rows, hv, cols), low, written)
+  # Block forward substitution: T_ij = -T_ii sum_k A_ik T_kj.
+  T = {}
+  for i in range(n):
+    T[i, i] = jnp.sum(jnp.where((block == i)[None, :, None], X, 0.0), axis=1)
+    for j in reversed(range(i)):
+      product = sum(dot(A[i, k], T[k, j], precision=precision) for k in range(j, i))
+      T[i, j] = -dot(T[i, i], product, precision=precision)
+
+  for i in range(n):
+    rows = start + i * D + d
+    valid, written = (rows < stop)[:, None], (rows < write_stop)[:, None]
+    for j in range(n):
+      T_ij = jnp.where(valid, T[i, j], 0.0) if j <= i else jnp.zeros((D, D), jnp.float32)
+      pallas.store(pallas.tile(Ti_ref, rows, hv, j * D + d), T_ij, written)
+      if low_ref is not None:
+        low = T_ij - T_ij.astype(Ti_ref.dtype).astype(jnp.float32)
+        pallas.store(pallas.tile(low_ref, rows, hv, j * D + d), low, written)

@@ -227,6 +227,9 @@ def _bwd_wy_kernel(
   valid, written = is_valid[:, None], (rows < write_stop)[:, None]
   K, V = k_ref.shape[2], v_ref.shape[2]
   beta = pallas.load(beta_ref.at[rows, hv], is_valid)
+  if g_ref is not None:
+    g = pallas.load(g_ref.at[rows, hv], is_valid)
+    g_last = pallas.load(g_ref.at[jnp.minimum(start + C, stop) - 1, hv], start < stop)
 
   def load_v(ref, cols, exists):
     return pallas.load(pallas.tile(ref, rows, hv, cols), valid & exists[None, :])
@@ -236,10 +239,10 @@ def _bwd_wy_kernel(
 
   def values(cols, exists, carry):
     dA, dbeta = carry
-    dres = load_v(dres_ref, cols, exists)
-    dA -= dot(dres, load_v(v_new_ref, cols, exists), trans_b=True)
+    dres, v_new, v = (load_v(ref, cols, exists) for ref in (dres_ref, v_new_ref, v_ref))
+    dA -= dot(dres, v_new, trans_b=True)
     dres = dres.astype(jnp.float32)
-    dbeta += jnp.sum(dres * load_v(v_ref, cols, exists).astype(jnp.float32), axis=1)
+    dbeta += jnp.sum(dres * v.astype(jnp.float32), axis=1)
     view = pallas.tile(dv_ref, rows, hv, cols)
     pallas.store(view, beta[:, None] * dres, written & exists[None, :])
     return dA, dbeta
@@ -257,8 +260,6 @@ def _bwd_wy_kernel(
     from_start = to_end = jnp.ones((C,), jnp.float32)
     W = jnp.where(lower, dA, 0.0)
   else:
-    g = pallas.load(g_ref.at[rows, hv], is_valid)
-    g_last = pallas.load(g_ref.at[jnp.minimum(start + C, stop) - 1, hv], start < stop)
     from_start = jnp.exp2(g)
     to_end = jnp.exp2(jnp.where(is_valid, g_last - g, 0.0))
     W = dA * pallas.decay(g, g, lower)
@@ -278,18 +279,19 @@ def _bwd_wy_kernel(
       exists = k_exists[:, None] & v_exists[None, :] & (start < stop)
       view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
       S, dS = pallas.load(view(h_ref), exists), pallas.load(view(dh_ref), exists)
-      via_dS += dot(load_v(v_new_ref, v_cols, v_exists), dS, trans_b=True)
-      via_S += dot(load_v(dres_ref, v_cols, v_exists), S, trans_b=True)
+      v_new, dres = (load_v(ref, v_cols, v_exists) for ref in (v_new_ref, dres_ref))
+      via_dS += dot(v_new, dS, trans_b=True)
+      via_S += dot(dres, S, trans_b=True)
       if g_ref is not None:
         product += jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32))
       return via_dS, via_S, product
 
+    k = load_k(k_cols, k_exists)
+    dk = pallas.load(pallas.tile(dk_in_ref, rows, hv, k_cols), valid & k_exists[None, :])
     zeros = jnp.zeros((C, block_k), jnp.float32)
     via_dS, via_S, product = pallas.over_blocks(V, block_v, products, (zeros, zeros, product))
-    k = load_k(k_cols, k_exists)
     y += jnp.sum(k.astype(jnp.float32) * via_dS, axis=1)
     z += jnp.sum(k.astype(jnp.float32) * via_S, axis=1)
-    dk = pallas.load(pallas.tile(dk_in_ref, rows, hv, k_cols), valid & k_exists[None, :])
     dk = dk.astype(jnp.float32) + to_end[:, None] * via_dS - (beta * from_start)[:, None] * via_S
     dk += dot(W, k) + dot(W, k, trans_a=True)
     pallas.store(pallas.tile(dk_ref, rows, hv, k_cols), dk, written & k_exists[None, :])
