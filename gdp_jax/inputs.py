@@ -85,7 +85,7 @@ def check_arguments(
   if g is not None:
     _check_shape("g", g, "[B, T, HV]", (B, T, HV), what)
 
-  cu_seqlens = _check_cu_seqlens(cu_seqlens, B, T)
+  cu_seqlens = check_cu_seqlens(cu_seqlens, B, T)
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
   if initial_state is not None:
     _check_shape("initial_state", initial_state, "[N, HV, K, V]", (N, HV, K, V),
@@ -200,7 +200,7 @@ def check_stage(num_householder: int = 1, **arrays: tuple[Any, str]) -> dict[str
   return sizes
 
 
-def _check_cu_seqlens(cu_seqlens, B, T):
+def check_cu_seqlens(cu_seqlens, B, T):
   if cu_seqlens is None:
     return None
   if isinstance(cu_seqlens, (list, tuple)):
