@@ -19,7 +19,7 @@ from cases import PALLAS, assert_close, assert_raises, assert_same_bits, quick_j
 from flax import nnx
 from lowering import count_kernels, lower_for_cuda
 
-from gdp_jax import recurrent_gated_delta_product
+from gdp_jax import chunk_gated_delta_product, recurrent_gated_delta_product
 from gdp_jax.nn import GatedDeltaProduct, GatedDeltaProductState, GatedRMSNorm, ShortConvolution
 
 D, H, K = 24, 2, 8
@@ -182,18 +182,35 @@ def test_the_layer_is_the_recurrence(name, implementation):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["default", "group", "no-conv"])
-def test_the_layer_is_the_recurrence_in_bfloat16_on_a_gpu(name):
-  bfloat16(**OPTIONS[name], implementation="pallas")
+def test_the_layer_is_the_recurrence_in_bfloat16_on_a_gpu(monkeypatch, name):
+  bfloat16(monkeypatch, **OPTIONS[name], implementation="pallas")
 
 
-def test_the_layer_is_the_recurrence_in_bfloat16():
-  bfloat16(implementation="xla")
+def test_the_layer_is_the_recurrence_in_bfloat16(monkeypatch):
+  bfloat16(monkeypatch, implementation="xla")
 
 
-def bfloat16(**options):
+def bfloat16(monkeypatch, **options):
   options |= dict(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, head_dim=32)
   # Gradients round as often again, and those of the gates are sums with both signs.
   check_against_plain(70, BOUNDS["bfloat16"], 4e-2, x_dtype="bfloat16", **options)
+
+  # The same layer with the recurrence for its operator: all that differs is what that rounds.
+  params, merge = split(make_layer(**options))
+  x, dy = make_x(dtype="bfloat16"), make_x(seed=1)
+  trees = []
+  for operator in (chunk_gated_delta_product, recurrence):
+    monkeypatch.setattr("gdp_jax.nn.gated_delta_product.chunk_gated_delta_product", operator)
+    f = lambda params, x: merge(params)(x)[0]
+    trees.append(value_and_gradients(f, params, x, dy))
+  gates = {name for name in trees[0] if name.startswith(("a_", "A_", "b_", "dt_"))}
+  for bound, names in ((1e-2, trees[0].keys() - gates), (2e-2, gates)):  # the operator's bounds
+    parts = [{name: tree[name] for name in names} for tree in trees]
+    assert_close(*parts, bound, "the layer with the recurrence")
+
+
+def recurrence(*args, implementation, **options):
+  return recurrent_gated_delta_product(*args, **options)
 
 
 def test_the_layer_in_interpret_mode():
