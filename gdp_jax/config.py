@@ -73,7 +73,8 @@ def choose(stage: str, K: int, V: int, dtype, streams: int = 1) -> Config:
       return Config(block(K, 64), block(V, 64), num_stages=1)
     if K <= 128:
       return Config(block(K, 128), block(V, 128), num_stages=1)
-    return Config(block(K, 64), block(V, 64), num_stages=3)
+    # With one block of V the innermost loop is that over the copies: too much to pipeline.
+    return Config(block(K, 64), block(V, 64), num_stages=3 if V > 64 else 1)
   if stage == "chunk_gated_delta_product_bwd_wy":
     if wide:
       return Config(block(K, 64), block(V, 32), num_stages=1)
