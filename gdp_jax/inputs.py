@@ -1,10 +1,13 @@
 """What the operators accept: every default and every error, in one place."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 IMPLEMENTATIONS = ("pallas", "xla", "interpret")
 
@@ -161,6 +164,67 @@ def check_pool(
       raise ValueError(f"state_indices must not name a slot twice, got {state_indices.tolist()}")
     return jax.device_put(state_indices.astype(np.int32))
   return state_indices.astype(jnp.int32)
+
+
+_SPLIT = (
+  "call gdp_jax.sharding.sharded_gated_delta_product with the mesh's axes, or the operator inside"
+  " a jax.shard_map"
+)
+
+
+def check_not_split(**arrays: Any) -> None:
+  """Raises ValueError if an array is known to be split over devices where a plain call gathers it.
+
+  That is on Explicit axes of a mesh; and, where there is a value to ask, along any dim but the
+  first and the heads. What this cannot see is left to `refuse_partitioning`.
+  """
+  for name, x in arrays.items():
+    if not isinstance(x, jax.Array):
+      continue
+    spec = jax.typeof(x).sharding.spec
+    if any(axis is not None for axis in spec):
+      raise ValueError(f"{name} must not be split over Explicit axes, got {spec}: {_SPLIT}")
+    if isinstance(x, jax.core.Tracer) or x.is_fully_replicated:
+      continue
+    heads = 1 if name == "initial_state" else 2
+    part = x.sharding.shard_shape(x.shape)
+    if any(part[dim] != x.shape[dim] for dim in range(x.ndim) if dim not in (0, heads)):
+      raise ValueError(f"{name} must not be split but by batch and heads, got shape {x.shape} in"
+                       f" parts of {part}: {_SPLIT}")  # fmt: skip
+
+
+def refuse_partitioning(x: jax.Array) -> jax.Array:
+  """x as it is; lowering it for several devices, outside of a `jax.shard_map`, raises ValueError.
+
+  A kernel is opaque to the compiler, which would gather its operands to run it whole on every
+  device. How they lie on Auto axes is not known before that, so that lie as they may, it raises.
+  """
+  return _not_partitioned.bind(x)
+
+
+_not_partitioned = Primitive("gdp_not_partitioned")
+_not_partitioned.def_impl(lambda x: x)
+_not_partitioned.def_abstract_eval(lambda x: x)
+batching.defvectorized(_not_partitioned)
+
+
+def _lower_not_partitioned(ctx, x):
+  context = ctx.module_context.axis_context
+  devices = 1
+  if isinstance(context, mlir.ShardingContext):
+    devices = context.num_devices
+  elif isinstance(context, mlir.SPMDAxisContext):
+    manual = context.manual_axes | set(context.mesh.manual_axes)
+    devices = math.prod(size for name, size in context.mesh.shape.items() if name not in manual)
+  if devices > 1:
+    raise ValueError(
+      f"the kernels cannot be divided among {devices} devices by the compiler: {_SPLIT};"
+      ' implementation="xla" is divided, without a transfer if only batch and heads are split'
+    )
+  return [x]
+
+
+mlir.register_lowering(_not_partitioned, _lower_not_partitioned)
 
 
 def check_stage(num_householder: int = 1, **arrays: tuple[Any, str]) -> dict[str, int]:

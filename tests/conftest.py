@@ -1,12 +1,24 @@
-"""What every test runs under: the `gpu` mark, and memory for several processes."""
+"""What every test runs under: the `gpu` mark, memory for several processes, 8 CPU devices."""
 
+import importlib.util
 import os
 
 # Several pytest processes may share one GPU (`pytest -n 8`); by default the first takes it all.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# Compiling is what takes time in tests, and LLVM's optimisation most of that on a CPU.
+if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+  flags = os.environ.get("XLA_FLAGS", "")
+  os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+
+# A device waits for the others in a thread of a pool, which on a small machine has too few for all.
+os.environ.setdefault("NPROC", "16")
+
 import jax
 import pytest
+
+# For the tests of gdp_jax.sharding; what says nothing of devices runs on the first alone.
+jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_collection_modifyitems(items):

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.typing import Dtype, Initializer
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from gdp_jax import inputs
 from gdp_jax.chunk import chunk_gated_delta_product
@@ -20,6 +22,7 @@ from gdp_jax.fused_recurrent import fused_recurrent_gated_delta_product
 from gdp_jax.nn import packing
 from gdp_jax.nn.norm import GatedRMSNorm
 from gdp_jax.nn.short_convolution import ShortConvolution, default_kernel_init
+from gdp_jax.sharding import Axis, axis_names, sharded_gated_delta_product
 from gdp_jax.xla import log_decay, step_size
 
 default_projection_init = nnx.initializers.lecun_normal()
@@ -55,6 +58,11 @@ def dt_bias_init(key: jax.Array, shape: tuple[int, ...], dtype: Dtype = jnp.floa
   """The x with softplus(x) = dt, for dt log-uniform in [1e-3, 0.1]."""
   dt = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1)))
   return dt + jnp.log(-jnp.expm1(-dt))
+
+
+def split_init(init: Initializer, *axes: Axis) -> Initializer:
+  """An initialiser whose parameters say that their dims are split over these axes of a mesh."""
+  return nnx.with_partitioning(init, axes) if any(axes) else init
 
 
 class GatedDeltaProduct(nnx.Module):
@@ -105,7 +113,18 @@ class GatedDeltaProduct(nnx.Module):
     A_log_init, dt_bias_init: initialisers of A_log and dt_bias [HV]; default A uniform in (0, 16]
       and softplus(dt_bias) log-uniform in [1e-3, 0.1].
     implementation: of the operators, as for `gdp_jax.chunk_gated_delta_product`.
+    batch_axis, head_axis, sequence_axis: axes of the mesh of `jax.set_mesh` over which a call is
+      split, as for `gdp_jax.sharding.sharded_gated_delta_product`, which says when to use which.
+      The axes must be Auto. x is to lie there as P(batch_axis, sequence_axis), and a row of packed
+      sequences as P(None, (batch_axis, sequence_axis)). With head_axis `nnx.get_partition_spec`
+      gives the parameters' own placement, and the layer has to be made under the mesh.
     rngs: a stream `params` of keys.
+
+  Split over n devices by head_axis, a call moves what tensor parallelism moves anyway, y summed by
+  an all-reduce, and if M > 1 also k, v and beta, from the order of the weights, [M, H, K], to whole
+  heads: an all-to-all of (n - 1) / n of a device's part of each, B T M (H K + HV V + HV) / n
+  elements. Split by sequence_axis, the convolutions fetch what they lack from their neighbours: the
+  last W-1 tokens, and the few by which the compiler shifts the segments to make room for these.
 
   Raises:
     ValueError: naming the argument, what was expected and what was given.
@@ -154,6 +173,9 @@ class GatedDeltaProduct(nnx.Module):
     A_log_init: Initializer = A_log_init,
     dt_bias_init: Initializer = dt_bias_init,
     implementation: str | None = None,
+    batch_axis: Axis = None,
+    head_axis: Axis = None,
+    sequence_axis: Axis = None,
     rngs: nnx.Rngs,
   ):
     num_v_heads = num_heads if num_v_heads is None else num_v_heads
@@ -179,36 +201,42 @@ class GatedDeltaProduct(nnx.Module):
     self.conv_size = conv_size
     self.allow_neg_eigval = allow_neg_eigval
     self.implementation = implementation
+    self.batch_axis, self.head_axis, self.sequence_axis = batch_axis, head_axis, sequence_axis
 
     M, key_dim, value_dim = num_householder, num_heads * head_dim, num_v_heads * head_v_dim
     linear = partial(
-      nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init,
-      rngs=rngs,
+      nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs,
     )  # fmt: skip
-    self.q_proj = linear(hidden_size, key_dim)
-    self.k_proj = linear(hidden_size, M * key_dim)
-    self.v_proj = linear(hidden_size, M * value_dim)
-    self.b_proj = linear(hidden_size, M * num_v_heads)
+    into_heads = partial(linear, kernel_init=split_init(kernel_init, None, head_axis))
+    self.q_proj = into_heads(hidden_size, key_dim)
+    self.k_proj = into_heads(hidden_size, M * key_dim)
+    self.v_proj = into_heads(hidden_size, M * value_dim)
+    self.b_proj = into_heads(hidden_size, M * num_v_heads)
     self.a_proj: Any = nnx.data(None)
     self.A_log: Any = nnx.data(None)
     self.dt_bias: Any = nnx.data(None)
     if use_forget_gate:
-      self.a_proj = linear(hidden_size, num_v_heads)
-      self.A_log = nnx.Param(A_log_init(rngs.params(), (num_v_heads,), jnp.float32))
-      self.dt_bias = nnx.Param(dt_bias_init(rngs.params(), (num_v_heads,), jnp.float32))
+      self.a_proj = into_heads(hidden_size, num_v_heads)
+      of_heads = lambda init: nnx.Param(
+        split_init(init, head_axis)(rngs.params(), (num_v_heads,), jnp.float32)
+      )
+      self.A_log, self.dt_bias = of_heads(A_log_init), of_heads(dt_bias_init)
     self.q_conv = self.k_conv = self.v_conv = nnx.data(None)
     if use_short_conv:
       conv = partial(
         ShortConvolution, kernel_size=conv_size, use_bias=conv_bias, dtype=dtype,
-        param_dtype=param_dtype, kernel_init=conv_kernel_init, bias_init=conv_bias_init, rngs=rngs,
+        param_dtype=param_dtype, kernel_init=split_init(conv_kernel_init, None, head_axis),
+        bias_init=split_init(conv_bias_init, head_axis), rngs=rngs,
       )  # fmt: skip
       self.q_conv, self.k_conv, self.v_conv = conv(key_dim), conv(M * key_dim), conv(M * value_dim)
-    self.g_proj = linear(hidden_size, value_dim) if use_output_gate else nnx.data(None)
+    self.g_proj = into_heads(hidden_size, value_dim) if use_output_gate else nnx.data(None)
     self.o_norm = GatedRMSNorm(
       head_v_dim, epsilon=norm_eps, dtype=dtype, param_dtype=param_dtype, scale_init=scale_init,
       rngs=rngs,
     )  # fmt: skip
-    self.o_proj = linear(value_dim, hidden_size)
+    self.o_proj = linear(
+      value_dim, hidden_size, kernel_init=split_init(kernel_init, head_axis, None)
+    )
 
   def initialize_state(self, batch_size: int, dtype: Dtype = jnp.float32) -> GatedDeltaProductState:
     """The state of sequences that have had no token, all zeros.
@@ -266,12 +294,13 @@ class GatedDeltaProduct(nnx.Module):
       segment_ids, max_segments, state=state, cu_seqlens=cu_seqlens, state_indices=state_indices
     )
     if segment_ids is None:
-      return self._apply(chunk_gated_delta_product, x, state, cu_seqlens, state_indices)
+      operator = self._operator(packed=cu_seqlens is not None)
+      return self._apply(operator, x, state, cu_seqlens, state_indices)
     x = packing.check_x(x, self.hidden_size, "hidden_size")
     B, T, D = x.shape
     cu_seqlens, valid = packing.pack_segment_ids(segment_ids, max_segments, B, T)
     x = packing.where_tokens(valid, x).reshape(1, B * T, D)
-    y, _ = self._apply(chunk_gated_delta_product, x, None, cu_seqlens, None)
+    y, _ = self._apply(self._operator(packed=True), x, None, cu_seqlens, None)
     return packing.where_tokens(valid, y.reshape(B, T, D)), None
 
   def step(
@@ -304,6 +333,18 @@ class GatedDeltaProduct(nnx.Module):
     assert new_state is not None  # there was one
     return y, new_state
 
+  def _operator(self, packed):
+    """The operator of a call; over the mesh, if the layer has axes of one."""
+    batch, sequence = axis_names(self.batch_axis), axis_names(self.sequence_axis)
+    if packed:  # rows are one behind the other, so what splits them splits that
+      batch, sequence = (), batch + sequence
+    if not (batch or self.head_axis or sequence):
+      return chunk_gated_delta_product
+    return partial(
+      sharded_gated_delta_product, batch_axis=batch or None, head_axis=self.head_axis,
+      sequence_axis=sequence or None,
+    )  # fmt: skip
+
   def _apply(self, operator, x, state, cu_seqlens, state_indices):
     x = packing.check_x(x, self.hidden_size, "hidden_size")
     B, T, _ = x.shape
@@ -312,6 +353,13 @@ class GatedDeltaProduct(nnx.Module):
     )  # fmt: skip
     cu_seqlens, N = packing.check_cu_seqlens(cu_seqlens, B, T)
     S, slots = self._check_state(state, state_indices, N)
+    split = self.batch_axis or self.head_axis or self.sequence_axis
+    if split and (slots is not None or operator is fused_recurrent_gated_delta_product):
+      raise NotImplementedError(
+        "a layer with axes of a mesh neither decodes nor has slots of a pool: use one without, of"
+        f" the same parameters; got batch_axis={self.batch_axis!r}, head_axis={self.head_axis!r},"
+        f" sequence_axis={self.sequence_axis!r}"
+      )
     # From here on padding is 0, not whatever it may hold, and its output will be. Its gradient too.
     keep = packing.live_tokens(B, T, cu_seqlens, slots, S)
     x = packing.where_tokens(keep, x)
@@ -328,9 +376,10 @@ class GatedDeltaProduct(nnx.Module):
       ]
       (q, k, v), conv_state = zip(*convolved, strict=True)
     q = q.reshape(B, T, H, K)
-    k = k.reshape(B, T * M, H, K)
-    v = v.reshape(B, T * M, HV, V)
-    beta = step_size(self.b_proj(x).reshape(B, T * M, HV), self.allow_neg_eigval)
+    k = self._rows(k, H).reshape(B, T * M, H, K)
+    v = self._rows(v, HV).reshape(B, T * M, HV, V)
+    beta = self._rows(self.b_proj(x), HV).reshape(B, T * M, HV)
+    beta = step_size(beta, self.allow_neg_eigval)
     g = None
     if self.a_proj is not None:
       g = log_decay(self.a_proj(x), self.A_log[...], self.dt_bias[...])
@@ -350,6 +399,16 @@ class GatedDeltaProduct(nnx.Module):
       return y, None
     recurrent_state = recurrent_state.astype(state.recurrent_state.dtype)
     return y, GatedDeltaProductState(recurrent_state, conv_state)
+
+  def _rows(self, x, heads):
+    """x [B, T, M * heads * d] as [B, T, M, heads, d]."""
+    x = x.reshape(*x.shape[:2], self.num_householder, heads, -1)
+    if self.head_axis is None or self.num_householder == 1:
+      return x
+    # Its parts are some copies of some heads, so that it has to be moved. Said here, before M is
+    # merged with T, the compiler finds how to; later it would gather the whole.
+    free = PartitionSpec.UNCONSTRAINED
+    return lax.with_sharding_constraint(x, PartitionSpec(free, free, None, self.head_axis, None))
 
   @property
   def _convs(self):

@@ -16,7 +16,8 @@ from jax import lax
 
 from gdp_jax import metadata
 from gdp_jax.nn import packing
-from gdp_jax.nn.gated_delta_product import GatedDeltaProduct, GatedDeltaProductState
+from gdp_jax.nn.gated_delta_product import GatedDeltaProduct, GatedDeltaProductState, split_init
+from gdp_jax.sharding import Axis
 
 
 @dataclass(frozen=True)
@@ -82,14 +83,14 @@ class SwiGLU(nnx.Module):
   """(silu(x W_gate) * (x W_up)) W_down, of x [..., hidden_size]. Source: arXiv 2002.05202."""
 
   def __init__(self, hidden_size: int, intermediate_size: int, *, dtype, param_dtype, kernel_init,
-               rngs):  # fmt: skip
-    linear = partial(
-      nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init,
-      rngs=rngs,
-    )  # fmt: skip
-    self.gate_proj = linear(hidden_size, intermediate_size)
-    self.up_proj = linear(hidden_size, intermediate_size)
-    self.down_proj = linear(intermediate_size, hidden_size)
+               rngs, axis=None):  # fmt: skip
+    linear = partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+    up = partial(linear, hidden_size, intermediate_size)
+    self.gate_proj = up(kernel_init=split_init(kernel_init, None, axis))
+    self.up_proj = up(kernel_init=split_init(kernel_init, None, axis))
+    self.down_proj = linear(
+      intermediate_size, hidden_size, kernel_init=split_init(kernel_init, axis, None)
+    )
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -98,7 +99,8 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
   """x + layer(norm(x)), then x + MLP(norm(x)); called as `GatedDeltaProduct` is."""
 
-  def __init__(self, config: GatedDeltaProductConfig, *, dtype, param_dtype, implementation, rngs):
+  def __init__(self, config: GatedDeltaProductConfig, *, dtype, param_dtype, implementation, rngs,
+               **axes):  # fmt: skip
     kernel_init = nnx.initializers.normal(config.initializer_range)
     common: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
     norm = partial(nnx.RMSNorm, config.hidden_size, epsilon=config.norm_eps, **common)
@@ -109,10 +111,12 @@ class Block(nnx.Module):
       use_output_gate=config.use_output_gate, use_short_conv=config.use_short_conv,
       conv_size=config.conv_size, conv_bias=config.conv_bias, norm_eps=config.norm_eps,
       allow_neg_eigval=config.allow_neg_eigval, implementation=implementation,
-      kernel_init=kernel_init, **common,
+      kernel_init=kernel_init, **common, **axes,
     )  # fmt: skip
     self.mlp_norm = norm()
-    self.mlp = SwiGLU(config.hidden_size, config.mlp_size, kernel_init=kernel_init, **common)
+    self.mlp = SwiGLU(
+      config.hidden_size, config.mlp_size, kernel_init=kernel_init, axis=axes["head_axis"], **common
+    )
 
   def __call__(self, x, state=None, cu_seqlens=None, state_indices=None):
     y, state = self.attn(self.attn_norm(x), state, cu_seqlens, state_indices=state_indices)
@@ -143,6 +147,8 @@ class GatedDeltaProductLM(nnx.Module):
     dtype: of the computation; None: that of the parameters. Logits are fp32.
     param_dtype: of the parameters, but for A_log and dt_bias, which are fp32.
     implementation: of the operators, as for `gdp_jax.chunk_gated_delta_product`.
+    batch_axis, head_axis, sequence_axis: axes of a mesh, as for `GatedDeltaProduct`; tokens are to
+      lie on it as P(batch_axis, sequence_axis). The MLP's width is split over head_axis too.
     rngs: a stream `params` of keys.
 
   Raises:
@@ -174,6 +180,9 @@ class GatedDeltaProductLM(nnx.Module):
     dtype: Dtype | None = None,
     param_dtype: Dtype = jnp.float32,
     implementation: str | None = None,
+    batch_axis: Axis = None,
+    head_axis: Axis = None,
+    sequence_axis: Axis = None,
     rngs: nnx.Rngs,
   ):
     common: dict[str, Any] = dict(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
@@ -182,7 +191,8 @@ class GatedDeltaProductLM(nnx.Module):
       config.vocab_size, config.hidden_size,
       embedding_init=nnx.initializers.normal(config.initializer_range), **common,
     )  # fmt: skip
-    block = partial(Block, config, implementation=implementation, **common)
+    axes = dict(batch_axis=batch_axis, head_axis=head_axis, sequence_axis=sequence_axis)
+    block = partial(Block, config, implementation=implementation, **common, **axes)
     self.layers = nnx.List([block() for _ in range(config.num_hidden_layers)])
     self.norm = nnx.RMSNorm(config.hidden_size, epsilon=config.norm_eps, **common)
 

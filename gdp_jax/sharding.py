@@ -1,0 +1,404 @@
+"""The operator on several devices: batch, heads and sequence over the axes of a mesh.
+
+    sharded_gated_delta_product             from outside: arrays of the whole mesh
+    context_parallel_gated_delta_product    inside a `jax.shard_map`: one device's segment
+
+B batch, T tokens, M Householder copies, R = T*M rows, H query/key heads, HV value heads, K and V
+head dims, N sequences, n devices on the sequence axis, T/n tokens in a device's segment.
+
+**Which axis to shard.** What a device receives in one call, in bytes, for the B, T and HV that it
+has itself:
+
+    axis       forward                      gradient, in addition
+    batch      0                            0
+    heads      0                            0
+    sequence   4 (n - 1) B HV K (K + V)     4 (n - 1) B HV K (K + V)
+
+and on the sequence axis, where they are asked for, all-reduces of states: 4 N HV K V for the
+gradient of initial_state; packed, the same for final_state and again for its gradient.
+
+The batch first: nothing moves, and the weights are whole. Then the heads, n up to H, with the
+weights cut alike: again nothing moves here, and a layer's output projection ends in the all-reduce
+of [B, T, D] that tensor parallelism has anyway. The sequence last, for a sequence that one device
+cannot hold, or too few rows and heads to go round: what moves does not depend on T, but the work
+does, since a device runs its segment twice, first with K more columns. So the forward pass takes
+about 1 + (V + K) / V times the work of a call, on n devices. The axes combine.
+
+Packed, each device holds the states in front of all N sequences, 4 N HV K V bytes, given or not.
+
+An axis of the mesh that is named for nothing holds copies, and the gradient adds the copies up
+again, by an all-reduce of the size of the inputs: name all axes that there are, several for one
+purpose as a tuple.
+
+**How the sequence is split.** A segment's effect on the state that enters it is affine,
+
+    S_out = P S_in + F,    P [K, K], F [K, V],
+
+and the operator itself computes it: of the values [v | 0] and the initial state [F_0 | I] the final
+state is [F | P]. An all-gather gives every device the effects of all, each device folds those in
+front of it, and runs its segment from its true initial state. Gradients are those of these steps:
+the all-gather's is a reduce-scatter of the same size, and nothing of a stream's size moves in
+either direction. Of packed sequences at most one leaves a device for the next one, and its effect
+is what moves; if it began on this device, P does not count.
+
+A plain call of `gdp_jax.chunk_gated_delta_product` on arrays that are split raises, and names what
+to call, unless the compiler can split it too: implementation="xla" on Auto axes. There nothing
+moves if batch and heads are split; a T that is split is an error where it can be seen, which under
+`jax.jit` it cannot, and would be gathered.
+
+Source: the recurrence, DeltaProduct, arXiv 2502.10297; that affine maps are composed in parallel,
+Blelloch, "Prefix sums and their applications", 1990.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from gdp_jax import inputs, metadata
+from gdp_jax.chunk import chunk_gated_delta_product
+
+Axis = str | tuple[str, ...] | None
+
+
+def sharded_gated_delta_product(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array | None,
+  beta: jax.Array,
+  num_householder: int = 1,
+  *,
+  mesh: Mesh | AbstractMesh | None = None,
+  batch_axis: Axis = None,
+  head_axis: Axis = None,
+  sequence_axis: Axis = None,
+  scale: float | None = None,
+  initial_state: jax.Array | None = None,
+  output_final_state: bool = False,
+  use_qk_l2norm_in_kernel: bool = False,
+  cu_seqlens: jax.Array | np.ndarray | list[int] | tuple[int, ...] | None = None,
+  implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """`gdp_jax.chunk_gated_delta_product` over a mesh: the same numbers, each device its part.
+
+  Arguments and results have the shapes of the whole; see this module's docstring for what each axis
+  costs. Inputs that lie otherwise on the mesh are moved: by the compiler where the mesh's axes are
+  Auto, while on Explicit axes only replicated ones are cut, and any others are an error.
+
+  Args:
+    q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+      use_qk_l2norm_in_kernel, implementation: as for `gdp_jax.chunk_gated_delta_product`.
+    mesh: default that of `jax.set_mesh`, or else the one that q lies on.
+    batch_axis: the mesh's axis, or axes, over which B is split, and N = B of the states.
+    head_axis: likewise for H and HV; the heads of a group stay together, so H is divided.
+    sequence_axis: likewise for T, and with it R. If T is no multiple of its size, the last segment
+      is shorter or empty; such streams cannot lie split on the mesh, but are cut here.
+    cu_seqlens: offsets of packed sequences [N+1] in the whole row, the same on all devices.
+      Sequences may cross any number of devices. Not with batch_axis.
+
+  Returns:
+    o [B, T, HV, V], split as v is, and the final state [N, HV, K, V] in fp32, split as B and HV
+    are, or None.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as the operator; and ValueError for axes that the
+      mesh lacks, that occur twice, or that do not divide what they split.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from gdp_jax.sharding import sharded_gated_delta_product
+    >>> mesh = jax.make_mesh((1, jax.device_count()), ("data", "context"))
+    >>> q = k = jnp.full((2, 64, 1, 16), 0.25)
+    >>> v, beta = jnp.ones((2, 64, 1, 32)), jnp.full((2, 64, 1), 0.5)
+    >>> o, _ = sharded_gated_delta_product(
+    ...     q, k, v, None, beta, mesh=mesh, batch_axis="data", sequence_axis="context")
+    >>> o.shape
+    (2, 64, 1, 32)
+  """
+  cu_seqlens = inputs.check_arguments(
+    q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
+  )
+  implementation = inputs.check_implementation(implementation, q.shape[-1])
+  mesh = _default_mesh(mesh, q)
+  axes = dict(batch_axis=batch_axis, head_axis=head_axis, sequence_axis=sequence_axis)
+  _check_axes(mesh, axes)
+  sizes = {name: _size(mesh, axis) for name, axis in axes.items()}
+  if cu_seqlens is not None and sizes["batch_axis"] > 1:
+    raise ValueError(
+      "cu_seqlens packs sequences into one batch row, which batch_axis cannot split: pass the axis"
+      " as sequence_axis, or give each device a packed row of its own in a jax.shard_map around"
+      f" gdp_jax.chunk_gated_delta_product; got {batch_axis=}"
+    )
+  for name, what, size in (("batch_axis", "B", q.shape[0]), ("head_axis", "H", q.shape[2])):
+    if size % sizes[name]:
+      raise ValueError(f"{name} must divide {what}={size}, got {axes[name]!r} of {sizes[name]}"
+                       " devices")  # fmt: skip
+
+  arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+  stream = PartitionSpec(batch_axis, sequence_axis, head_axis)
+  states = PartitionSpec(batch_axis, head_axis)
+  for name, x in arrays.items():
+    _check_placement(name, x, states if name == "initial_state" else stream)
+  return _sharded(
+    arrays, cu_seqlens, mesh=mesh, stream=stream, states=states, sequence_axis=sequence_axis,
+    num_householder=int(num_householder),
+    scale=inputs.default_scale(scale, q.shape[-1]),
+    output_final_state=bool(output_final_state),
+    use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+    implementation=implementation,
+  )  # fmt: skip
+
+
+@partial(
+  jax.jit,
+  static_argnames=(
+    "mesh", "stream", "states", "sequence_axis", "num_householder", "scale", "output_final_state",
+    "use_qk_l2norm_in_kernel", "implementation",
+  ),
+)  # fmt: skip
+def _sharded(
+  arrays, cu_seqlens, *, mesh, stream, states, sequence_axis, num_householder, **options
+):  # fmt: skip
+  explicit = AxisType.Explicit in mesh.axis_types
+  T = arrays["q"].shape[1]
+  short = -T % _size(mesh, sequence_axis)
+  specs = {name: states if name == "initial_state" else stream for name in arrays}
+  for name, x in arrays.items():
+    if x is None:
+      continue
+    if short and name != "initial_state":
+      # Tokens that change no state; their outputs are cut off again.
+      rows = short * (1 if name in ("q", "g") else num_householder)
+      x = jnp.pad(x, ((0, 0), (0, rows), *((0, 0),) * (x.ndim - 2)))
+    arrays[name] = jax.reshard(x, NamedSharding(mesh, specs[name])) if explicit else x
+
+  def body(arrays, cu_seqlens):
+    if sequence_axis is None:
+      operator = chunk_gated_delta_product
+    else:
+      operator = partial(context_parallel_gated_delta_product, axis_name=sequence_axis)
+    return operator(**arrays, num_householder=num_householder, cu_seqlens=cu_seqlens, **options)
+
+  # The kernels say nothing of what varies over which axis, so that is not checked.
+  o, final_state = jax.shard_map(
+    body, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=(stream, states), check_vma=False,
+    axis_names=frozenset(mesh.axis_names) - frozenset(mesh.manual_axes),
+  )(arrays, cu_seqlens)  # fmt: skip
+  if short:
+    if explicit:  # T is not divisible, and so cannot stay split
+      o = jax.reshard(o, NamedSharding(mesh, PartitionSpec(stream[0], None, stream[2])))
+    o = o[:, :T]
+  return o, final_state
+
+
+def context_parallel_gated_delta_product(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array | None,
+  beta: jax.Array,
+  num_householder: int = 1,
+  *,
+  axis_name: str | tuple[str, ...],
+  scale: float | None = None,
+  initial_state: jax.Array | None = None,
+  output_final_state: bool = False,
+  use_qk_l2norm_in_kernel: bool = False,
+  cu_seqlens: jax.Array | np.ndarray | list[int] | tuple[int, ...] | None = None,
+  implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+  """One device's segment of sequences that are split over a mesh axis.
+
+  For use inside a `jax.shard_map(..., check_vma=False)` of one's own, as on the inside of
+  `sharded_gated_delta_product`. T is here the number of tokens of a segment, the same on all n
+  devices: the i-th holds the tokens i*T to (i+1)*T - 1.
+
+  Args:
+    q, k, v, g, beta: this device's segment, of the shapes that `gdp_jax.chunk_gated_delta_product`
+      takes.
+    num_householder, scale, use_qk_l2norm_in_kernel, implementation: as there.
+    axis_name: the mesh axis, or axes, over which the sequence is split.
+    initial_state: the sequences' states before their first tokens [N, HV, K, V], the same on all
+      devices.
+    output_final_state: whether to return the state after the sequences' last tokens.
+    cu_seqlens: offsets [N+1] in the whole row of n*T tokens, the same on all devices; needs B = 1.
+      Segments behind the last offset are padding, and may be all of a device's tokens.
+
+  Returns:
+    o [B, T, HV, V] of the segment, and the final state [N, HV, K, V] in fp32, the same on all
+    devices, or None.
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as the operator.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from functools import partial
+    >>> from jax.sharding import PartitionSpec
+    >>> from gdp_jax.sharding import context_parallel_gated_delta_product
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("context",))
+    >>> split = PartitionSpec(None, "context")
+    >>> @partial(jax.shard_map, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
+    ... def attend(q, k, v, beta):
+    ...   o, _ = context_parallel_gated_delta_product(q, k, v, None, beta, axis_name="context")
+    ...   return o
+    >>> x, beta = jnp.full((1, 64, 1, 16), 0.25), jnp.full((1, 64, 1), 0.5)
+    >>> x, beta = jax.device_put((x, beta), jax.NamedSharding(mesh, split))
+    >>> attend(x, x, x, beta).shape
+    (1, 64, 1, 16)
+  """
+  n, i = lax.axis_size(axis_name), lax.axis_index(axis_name)
+  T = q.shape[1]
+  if cu_seqlens is not None:
+    offsets = inputs.check_cu_seqlens(cu_seqlens, q.shape[0], n * T)
+    cu_seqlens = metadata.sanitize_cu_seqlens(offsets, n * T)
+  inputs.check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens)
+  operator = partial(
+    chunk_gated_delta_product, num_householder=num_householder, scale=scale,
+    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, implementation=implementation,
+  )  # fmt: skip
+  B, HV, K, V = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
+  if cu_seqlens is None:
+    first = jnp.zeros((B, HV, K, V)) if initial_state is None else initial_state
+    effects = _segment_effects(operator, (q, k, v, g, beta), jnp.zeros_like(first), axis_name)
+    final_state, entering = _fold(effects, first.astype(jnp.float32), jnp.ones(n, bool))
+    o, _ = operator(q, k, v, g, beta, initial_state=entering[i])
+    return o, final_state if output_final_state else None
+
+  N = cu_seqlens.shape[0] - 1
+  states = jnp.zeros((N, HV, K, V)) if initial_state is None else initial_state
+  # Each border's sequence, and whether it lies on both sides of it.
+  borders = T * jnp.arange(n + 1, dtype=jnp.int32)
+  sequence = metadata.sequence_of(borders, cu_seqlens)
+  crossed = (cu_seqlens[sequence] < borders) & (borders < cu_seqlens[sequence + 1])
+  # Whether what leaves segment j has entered it too, rather than begun in it.
+  passes = crossed[1:] & (cu_seqlens[sequence[1:]] < borders[:-1])
+
+  # The effect is that of the leaving sequence. Tokens of others, or padding, are made to have none.
+  token = borders[i] + jnp.arange(T, dtype=jnp.int32)
+  leaves = crossed[i + 1] & (token >= cu_seqlens[sequence[i + 1]])
+  own = tuple(None if x is None else _where_tokens(leaves, x) for x in (q, k, v, g, beta))
+  first = jnp.where(passes[i], 0, states[sequence[i + 1]])[None]
+  effects = _segment_effects(operator, own, first, axis_name)
+  _, entering = _fold(effects, jnp.zeros((1, HV, K, V)), passes)
+
+  enters = crossed[i] & (jnp.arange(N) == sequence[i])
+  o, final_state = operator(
+    q, k, v, g, beta,
+    initial_state=jnp.where(enters[:, None, None, None], entering[i], states),
+    output_final_state=output_final_state,
+    cu_seqlens=jnp.clip(cu_seqlens - borders[i], 0, T),
+  )  # fmt: skip
+  if output_final_state:
+    # Of the device with a sequence's last token; of an empty sequence they are all the same.
+    last = jnp.clip((cu_seqlens[1:] - 1) // max(T, 1), 0, n - 1)
+    final_state = jnp.where((last == i)[:, None, None, None], final_state, 0)
+    final_state = lax.psum(final_state, axis_name)
+  return o, final_state
+
+
+def _segment_effects(operator, segment, first, axis_name):
+  """[F | P] of each segment, fp32 [n, B, HV, K, V + K]; this device's is of its own `segment`.
+
+  F is the state after it if `first` [B, HV, K, V] is the one before it, P what it does to others.
+  """
+  q, k, v, g, beta = segment
+  K = q.shape[-1]
+  eye = jnp.broadcast_to(jnp.eye(K), (*first.shape[:-1], K))
+  _, effect = operator(
+    q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, K))), g, beta,
+    initial_state=jnp.concatenate([first.astype(jnp.float32), eye], axis=-1),
+    output_final_state=True,
+  )  # fmt: skip
+  return lax.all_gather(effect, axis_name)
+
+
+def _fold(effects, first, passes):
+  """The state after all segments, and the states in front of each: [B, HV, K, V] and [n, ...].
+
+  passes [n]: whether a segment passes on what enters it, in its way; otherwise P does not count.
+  """
+  V = first.shape[-1]
+
+  def step(S, segment):
+    effect, passes = segment
+    F, P = effect[..., :V], effect[..., V:]
+    # Masked before the product: another sequence's overflow must not come through as 0 * inf.
+    return F + jnp.matmul(P, jnp.where(passes, S, 0), precision="highest"), S
+
+  return lax.scan(step, first, (effects, passes))
+
+
+def _where_tokens(keep, x):
+  """x [1, T or T*M, ...] with zeros where not keep [T]."""
+  keep = jnp.repeat(keep, x.shape[1] // max(keep.shape[0], 1))
+  return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 2)), x, 0)
+
+
+def _default_mesh(mesh, q):
+  if mesh is None:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+      sharding = q.sharding if _is_concrete(q) else jax.typeof(q).sharding
+      mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
+  if not isinstance(mesh, (Mesh, AbstractMesh)):
+    raise TypeError(f"mesh must be a jax.sharding.Mesh or None, got {type(mesh).__name__}")
+  if mesh.empty:
+    raise ValueError("mesh must be given where neither jax.set_mesh nor q's sharding says which")
+  return mesh
+
+
+def _is_concrete(x):
+  return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+  """The mesh's axes that an argument names."""
+  return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def _size(mesh, axis):
+  return math.prod(mesh.shape[name] for name in axis_names(axis))
+
+
+def _check_axes(mesh, axes):
+  """Raises unless the axes, by argument, are those of the mesh, at least one and none twice."""
+  seen = set()
+  for argument, axis in axes.items():
+    of_names = isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
+    if not (axis is None or isinstance(axis, str) or of_names):
+      raise TypeError(f"{argument} must be an axis name, a tuple of them or None, got {axis!r}")
+    for name in axis_names(axis):
+      if name not in mesh.axis_names:
+        raise ValueError(f"{argument} must be an axis of the mesh {tuple(mesh.axis_names)},"
+                         f" got {name!r}")  # fmt: skip
+      if name in mesh.manual_axes:
+        raise ValueError(f"{argument}={name!r} is manual already: inside a jax.shard_map call"
+                         " gdp_jax.chunk_gated_delta_product, or for the sequence"
+                         " context_parallel_gated_delta_product")  # fmt: skip
+      if name in seen:
+        raise ValueError(f"{argument} must be an axis of its own, got {name!r} again")
+      seen.add(name)
+  if not seen:
+    raise ValueError("one of batch_axis, head_axis and sequence_axis must be given, got none:"
+                     " gdp_jax.chunk_gated_delta_product splits nothing")  # fmt: skip
+
+
+def _check_placement(name, x, spec):
+  """Raises if a dim of an array is split over Explicit axes, in another way than `spec` says.
+
+  There JAX moves nothing that was not asked for; cutting copies moves nothing.
+  """
+  if not isinstance(x, jax.Array):
+    return
+  given = jax.typeof(x).sharding.spec
+  for dim, axis in enumerate(given):
+    expected = spec[dim] if dim < len(spec) else None
+    if axis is not None and axis_names(axis) != axis_names(expected):
+      raise ValueError(f"{name} must lie on the mesh's Explicit axes as {spec}, got {given}:"
+                       " see jax.reshard")  # fmt: skip
