@@ -402,8 +402,10 @@ class GatedDeltaProduct(nnx.Module):
 
   def _rows(self, x, heads):
     """x [B, T, M * heads * d] as [B, T, M, heads, d]."""
-    x = x.reshape(*x.shape[:2], self.num_householder, heads, -1)
-    if self.head_axis is None or self.num_householder == 1:
+    B, T, channels = x.shape
+    M = self.num_householder
+    x = x.reshape(B, T, M, heads, channels // (M * heads))  # no -1: T may be 0
+    if self.head_axis is None or M == 1:
       return x
     # Its parts are some copies of some heads, so that it has to be moved. Said here, before M is
     # merged with T, the compiler finds how to; later it would gather the whole.
