@@ -94,7 +94,9 @@ def train(recipe: Recipe, *, dtype=None, block: int = 100, progress: bool = True
     accuracy at each position of longer sequences; the seconds that it took.
   """
   model = Model(recipe, dtype=dtype, rngs=nnx.Rngs(recipe.seed))
-  rate = optax.warmup_cosine_decay_schedule(0, recipe.learning_rate, 200, recipe.steps)
+  rate = optax.warmup_cosine_decay_schedule(
+    0, recipe.learning_rate, min(200, recipe.steps // 5), recipe.steps
+  )
   transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-6))
   optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
 

@@ -2,7 +2,6 @@
 
 import ast
 import itertools
-import os
 import re
 from pathlib import Path
 
@@ -69,13 +68,8 @@ def test_all_are_found():
 
 
 @each_notebook
-def test_runs(path, monkeypatch):
-  # The notebook's own process inherits these. Compiling is what takes time there, and where
-  # several tests run side by side, threads that wait for each other's triangular solves.
-  monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
-  if jax.default_backend() == "cpu":
-    flags = os.environ.get("XLA_FLAGS", "")
-    monkeypatch.setenv("XLA_FLAGS", f"{flags} --xla_backend_optimization_level=0")
+def test_runs(path):
+  # In a process of its own, which inherits what conftest.py sets.
   notebook = shortened(read(path), SHORT.get(path.stem))
   resources = dict(metadata=dict(path=str(FOLDER)))  # where it runs, as in Jupyter
   NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
