@@ -219,10 +219,12 @@ def bfloat16(monkeypatch, T=70, **options):
     gate = [tree.pop(name) for name in ("a_proj.kernel", "A_log", "dt_bias") if name in tree]
     if gate:
       tree["gate"] = np.concatenate([np.ravel(x).astype(np.float32) for x in gate])
+  # The operator's own bounds are 1e-2, and 2e-2 for the gates. Where it has made a difference the
+  # two layers round other numbers, so each has its own such error: sqrt(2) times that.
   bounds = {name: 2e-2 if name in ("gate", "b_proj.kernel") else 1e-2 for name in trees[0]}
-  for bound in (1e-2, 2e-2):  # the operator's own
+  for bound in (1e-2, 2e-2):
     parts = [{name: x for name, x in tree.items() if bounds[name] == bound} for tree in trees]
-    assert_close(*parts, bound, "the layer with the recurrence")
+    assert_close(*parts, math.sqrt(2) * bound, "the layer with the recurrence")
 
 
 def recurrence(*args, implementation, **options):
