@@ -31,3 +31,10 @@ def pytest_collection_modifyitems(items):
   for item in items:
     if item.get_closest_marker("gpu"):
       item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_what_is_compiled():
+  """Each compiled program is mapped into memory, and a process may have 65530 such maps."""
+  yield
+  jax.clear_caches()
