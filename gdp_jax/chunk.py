@@ -145,15 +145,15 @@ def _chunk(
     live, slots = metadata.pool_slots(state_indices, state.shape[0])
     initial_state = state.at[slots].get(mode="fill", fill_value=0)
     output_final_state = True
-    live_tokens = _on_tokens(live, q.shape[1], cu_seqlens)
+    live_tokens = metadata.on_tokens(live, q.shape[1], cu_seqlens)
     q, k, v, g, beta = (
-      None if x is None else _where_tokens(x, live_tokens) for x in (q, k, v, g, beta)
+      None if x is None else metadata.where_tokens(x, live_tokens) for x in (q, k, v, g, beta)
     )
   if use_qk_l2norm_in_kernel:
     if cu_seqlens is not None:
       # The norm's gradient would multiply what the padding holds by 0, which NaN survives.
       valid = jnp.arange(q.shape[1]) < metadata.sanitize_cu_seqlens(cu_seqlens, q.shape[1])[-1]
-      q, k = (_where_tokens(x, valid[None]) for x in (q, k))
+      q, k = (metadata.where_tokens(x, valid[None]) for x in (q, k))
     q, k = l2_normalize(q), l2_normalize(k)
   dtype = v.dtype
   if dtype == jnp.float16:
@@ -169,23 +169,9 @@ def _chunk(
     o, final_state, h = _kernels(static, *args)
   o = o.astype(dtype)
   if state is not None:
-    o = _where_tokens(o, live_tokens)
+    o = metadata.where_tokens(o, live_tokens)
     final_state = state.at[slots].set(final_state.astype(state.dtype), mode="drop")
   return (o, final_state, lax.stop_gradient(h)) if output_chunk_states else (o, final_state)
-
-
-def _on_tokens(of_sequence, T, cu_seqlens):
-  """Values of the sequences [N] on their tokens: [B, T]."""
-  if cu_seqlens is None:
-    return jnp.broadcast_to(of_sequence[:, None], (of_sequence.shape[0], T))
-  offsets = metadata.sanitize_cu_seqlens(cu_seqlens, T)
-  return of_sequence[metadata.sequence_of(jnp.arange(T), offsets)][None]
-
-
-def _where_tokens(x, keep):
-  """x [B, T or R, ...] with zeros where not keep [B, T]."""
-  keep = jnp.repeat(keep, x.shape[1] // max(keep.shape[1], 1), axis=1)
-  return jnp.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 _FIRST_ORDER = (

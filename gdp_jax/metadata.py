@@ -217,3 +217,17 @@ def segment_ids_to_cu_seqlens(segment_ids: jax.Array | np.ndarray, max_segments:
   starts, end = starts_and_end(jnp, jnp.asarray(segment_ids).reshape(-1))
   # The start of run N+1, if there is one, ends run N.
   return jnp.nonzero(starts, size=max_segments + 1, fill_value=end)[0].astype(jnp.int32)
+
+
+def on_tokens(of_sequence: jax.Array, T: int, cu_seqlens: jax.Array | None) -> jax.Array:
+  """Values of the sequences [N] on their tokens: [B, T]."""
+  if cu_seqlens is None:
+    return jnp.broadcast_to(of_sequence[:, None], (of_sequence.shape[0], T))
+  offsets = sanitize_cu_seqlens(cu_seqlens, T)
+  return of_sequence[sequence_of(jnp.arange(T), offsets)][None]
+
+
+def where_tokens(x: jax.Array, keep: jax.Array) -> jax.Array:
+  """x [B, T or R, ...] with zeros where not keep [B, T]."""
+  keep = jnp.repeat(keep, x.shape[1] // max(keep.shape[1], 1), axis=1)
+  return jnp.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, 0)

@@ -282,7 +282,9 @@ def context_parallel_gated_delta_product(
   # The effect is that of the leaving sequence. Tokens of others, or padding, are made to have none.
   token = borders[i] + jnp.arange(T, dtype=jnp.int32)
   leaves = crossed[i + 1] & (token >= cu_seqlens[sequence[i + 1]])
-  own = tuple(None if x is None else _where_tokens(leaves, x) for x in (q, k, v, g, beta))
+  own = tuple(
+    None if x is None else metadata.where_tokens(x, leaves[None]) for x in (q, k, v, g, beta)
+  )
   first = jnp.where(passes[i], 0, states[sequence[i + 1]])[None]
   effects = _segment_effects(operator, own, first, axis_name)
   _, entering = _fold(effects, jnp.zeros((1, HV, K, V)), passes)
@@ -332,12 +334,6 @@ def _fold(effects, first, passes):
     return F + jnp.matmul(P, jnp.where(passes, S, 0), precision="highest"), S
 
   return lax.scan(step, first, (effects, passes))
-
-
-def _where_tokens(keep, x):
-  """x [1, T or T*M, ...] with zeros where not keep [T]."""
-  keep = jnp.repeat(keep, x.shape[1] // max(keep.shape[0], 1))
-  return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 2)), x, 0)
 
 
 def _default_mesh(mesh, q):

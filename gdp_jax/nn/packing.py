@@ -64,18 +64,16 @@ def live_tokens(
   keep = None
   if slots is not None:
     live, _ = metadata.pool_slots(slots, S)
-    keep = jnp.broadcast_to(live[:, None], (live.shape[0], T))
+    keep = metadata.on_tokens(live, T, cu_seqlens)
   if cu_seqlens is not None:
-    t = jnp.arange(T)
-    offsets = metadata.sanitize_cu_seqlens(cu_seqlens, T)
-    valid = (t < offsets[-1])[None]
-    keep = valid if slots is None else valid & live[metadata.sequence_of(t, offsets)]
+    valid = (jnp.arange(T) < metadata.sanitize_cu_seqlens(cu_seqlens, T)[-1])[None]
+    keep = valid if keep is None else valid & keep
   return keep
 
 
 def where_tokens(keep: jax.Array | None, x: jax.Array) -> jax.Array:
   """x [B, T, D] with zeros where not keep [B, T]."""
-  return x if keep is None else jnp.where(keep[..., None], x, 0)
+  return x if keep is None else metadata.where_tokens(x, keep)
 
 
 def check_segment_ids_alone(segment_ids: Any, max_segments: Any, **others: Any) -> None:
