@@ -11,9 +11,6 @@ if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in 
   flags = os.environ.get("XLA_FLAGS", "")
   os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
 
-# Threads of LAPACK's small triangular solves wait for each other in a loop: ten times the time.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
 # A device waits for the others in a thread of a pool, which on a small machine has too few for all.
 os.environ.setdefault("NPROC", "16")
 
