@@ -106,7 +106,7 @@ def chunk_gated_delta_product(
   cu_seqlens = inputs.check_arguments(
     q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
   )
-  inputs.check_not_split(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
+  inputs.check_not_split(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, state=state)
   implementation = inputs.check_implementation(implementation, q.shape[-1])
   N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
   expected = (v.shape[2], q.shape[-1], v.shape[3])
@@ -215,8 +215,9 @@ _kernels.defvjp(_kernels_fwd, _kernels_bwd)
 def _dispatch(function, static, *args):
   """Runs `function(static, stages, *args)` with the stages that the implementation means."""
   kernel = lambda implementation: partial(function, static, _stages(implementation))
-  args = (inputs.refuse_partitioning(args[0]), *args[1:])
-  return dispatch(static.implementation, kernel, partial(function, static, xla), *args)
+  plain = partial(function, static, xla)
+  advice = inputs.CHUNK_SPLIT + inputs.XLA_SPLIT
+  return dispatch(static.implementation, kernel, plain, *args, advice=advice)
 
 
 @_dispatch.defjvp

@@ -79,16 +79,14 @@ def fused_recurrent_gated_delta_product(
 
   Source: DeltaProduct, arXiv 2502.10297; `core.ssm.ops.gdp` of Megatron Core.
   """
-  inputs.check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, None)
+  state_indices = inputs.check_decode(
+    q, k, v, g, beta, num_householder, scale, initial_state, output_final_state, state,
+    state_indices, update_state,
+  )  # fmt: skip
   implementation = inputs.check_implementation(implementation, q.shape[-1])
-  if q.shape[1] < 1:
-    raise ValueError(f"q must have at least one token, T >= 1, got shape {q.shape}")
-  if state is None and not update_state:
-    raise ValueError("update_state=False needs state, the pool that is not to be updated")
-  expected = (v.shape[2], q.shape[-1], v.shape[3])
-  state_indices = inputs.check_pool(
-    state, state_indices, q.shape[0], expected, initial_state, output_final_state
-  )
+  if implementation != "xla":
+    arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, state=state)
+    inputs.check_not_explicit(inputs.DECODE_SPLIT, **arrays)
   return _fused_recurrent(
     q, k, v, g, beta, initial_state if state is None else state, state_indices,
     num_householder=int(num_householder),
@@ -125,7 +123,8 @@ def _fused_recurrent(
   @jax.custom_jvp
   def no_gradient(*args):
     plain = partial(run, xla.fused_recurrent_gated_delta_product_fwd)
-    return dispatch(implementation, kernel, plain, *args)
+    advice = inputs.DECODE_SPLIT + inputs.XLA_SPLIT
+    return dispatch(implementation, kernel, plain, *args, advice=advice)
 
   @no_gradient.defjvp
   def _(primals, tangents):

@@ -166,49 +166,107 @@ def check_pool(
   return state_indices.astype(jnp.int32)
 
 
-_SPLIT = (
-  "call gdp_jax.sharding.sharded_gated_delta_product with the mesh's axes, or the operator inside"
-  " a jax.shard_map"
+def check_decode(
+  q: Any,
+  k: Any,
+  v: Any,
+  g: Any,
+  beta: Any,
+  num_householder: Any,
+  scale: Any,
+  initial_state: Any,
+  output_final_state: bool,
+  state: Any,
+  state_indices: Any,
+  update_state: bool,
+) -> jax.Array | None:
+  """Checks what decode takes, pool and all.
+
+  Returns:
+    state_indices as int32 on the device, or None if there is no pool.
+
+  Raises:
+    TypeError, ValueError: as `check_arguments` and `check_pool`; or there is no token, or no pool
+      that could be left as it was.
+  """
+  check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, None)
+  if q.shape[1] < 1:
+    raise ValueError(f"q must have at least one token, T >= 1, got shape {q.shape}")
+  if state is None and not update_state:
+    raise ValueError("update_state=False needs state, the pool that is not to be updated")
+  expected = (v.shape[2], q.shape[-1], v.shape[3])
+  return check_pool(state, state_indices, q.shape[0], expected, initial_state, output_final_state)
+
+
+# What to do where inputs are split over several devices.
+_SPLIT = "call gdp_jax.sharding.{} with the mesh's axes, or the operator inside a jax.shard_map"
+CHUNK_SPLIT = _SPLIT.format("sharded_gated_delta_product")
+DECODE_SPLIT = _SPLIT.format("sharded_fused_recurrent_gated_delta_product")
+STAGE_SPLIT = "call it inside a jax.shard_map"
+# What the compiler can divide.
+XLA_SPLIT = (
+  '; implementation="xla" is divided, without a transfer where only heads are split, or rows that'
+  " have no pool"
 )
+TWIN_SPLIT = "; its twin in gdp_jax.xla is divided"
+
+
+def check_not_explicit(advice: str, **arrays: Any) -> None:
+  """Raises ValueError if an array is split over Explicit axes of a mesh."""
+  for name, x in arrays.items():
+    if isinstance(x, jax.Array):
+      spec = jax.typeof(x).sharding.spec
+      if any(axis is not None for axis in spec):
+        raise ValueError(f"{name} must not be split over Explicit axes, got {spec}: {advice}")
 
 
 def check_not_split(**arrays: Any) -> None:
-  """Raises ValueError if an array is known to be split over devices where a plain call gathers it.
+  """Raises ValueError if chunks' arrays are known to be split where a plain call gathers them.
 
   That is on Explicit axes of a mesh; and, where there is a value to ask, along any dim but the
   first and the heads. What this cannot see is left to `refuse_partitioning`.
   """
+  check_not_explicit(CHUNK_SPLIT, **arrays)
   for name, x in arrays.items():
-    if not isinstance(x, jax.Array):
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or x.is_fully_replicated:
       continue
-    spec = jax.typeof(x).sharding.spec
-    if any(axis is not None for axis in spec):
-      raise ValueError(f"{name} must not be split over Explicit axes, got {spec}: {_SPLIT}")
-    if isinstance(x, jax.core.Tracer) or x.is_fully_replicated:
-      continue
-    heads = 1 if name == "initial_state" else 2
+    heads = 1 if name in ("initial_state", "state") else 2
     part = x.sharding.shard_shape(x.shape)
     if any(part[dim] != x.shape[dim] for dim in range(x.ndim) if dim not in (0, heads)):
       raise ValueError(f"{name} must not be split but by batch and heads, got shape {x.shape} in"
-                       f" parts of {part}: {_SPLIT}")  # fmt: skip
+                       f" parts of {part}: {CHUNK_SPLIT}")  # fmt: skip
 
 
-def refuse_partitioning(x: jax.Array) -> jax.Array:
-  """x as it is; lowering it for several devices, outside of a `jax.shard_map`, raises ValueError.
+def refuse_partitioning(args: Any, advice: str) -> Any:
+  """args as they are; outside of a `jax.shard_map` they are an error on several devices.
 
   A kernel is opaque to the compiler, which would gather its operands to run it whole on every
-  device. How they lie on Auto axes is not known before that, so that lie as they may, it raises.
+  device. How they lie on Auto axes is not known before the code is lowered, so that lie as they
+  may, lowering it for several devices raises ValueError.
   """
-  return _not_partitioned.bind(x)
+  return jax.tree.map(lambda x: _not_partitioned.bind(x, advice=advice), args)
 
 
 _not_partitioned = Primitive("gdp_not_partitioned")
-_not_partitioned.def_impl(lambda x: x)
-_not_partitioned.def_abstract_eval(lambda x: x)
+_not_partitioned.def_abstract_eval(lambda x, *, advice: x)
 batching.defvectorized(_not_partitioned)
 
 
-def _lower_not_partitioned(ctx, x):
+@_not_partitioned.def_impl
+def _not_on_several_devices(x, *, advice):
+  """Outside of `jax.jit`, where each operation is lowered by itself, this asks the array."""
+  if isinstance(x, jax.Array):
+    _check_one_device(len(x.sharding.device_set), advice)
+  return x
+
+
+def _check_one_device(devices, advice):
+  if devices > 1:
+    raise ValueError(f"the kernels cannot be divided among {devices} devices by the compiler:"
+                     f" {advice}")  # fmt: skip
+
+
+def _lower_not_partitioned(ctx, x, *, advice):
   context = ctx.module_context.axis_context
   devices = 1
   if isinstance(context, mlir.ShardingContext):
@@ -216,11 +274,7 @@ def _lower_not_partitioned(ctx, x):
   elif isinstance(context, mlir.SPMDAxisContext):
     manual = context.manual_axes | set(context.mesh.manual_axes)
     devices = math.prod(size for name, size in context.mesh.shape.items() if name not in manual)
-  if devices > 1:
-    raise ValueError(
-      f"the kernels cannot be divided among {devices} devices by the compiler: {_SPLIT};"
-      ' implementation="xla" is divided, without a transfer if only batch and heads are split'
-    )
+  _check_one_device(devices, advice)
   return [x]
 
 
@@ -229,6 +283,8 @@ mlir.register_lowering(_not_partitioned, _lower_not_partitioned)
 
 def check_stage(num_householder: int = 1, **arrays: tuple[Any, str]) -> dict[str, int]:
   """Checks the arrays of a single stage against each other, before a kernel may index them.
+
+  They must not be split over Explicit axes either; `pallas.call` refuses the Auto ones.
 
   Args:
     num_householder: M; R must be a multiple of it.
@@ -241,6 +297,7 @@ def check_stage(num_householder: int = 1, **arrays: tuple[Any, str]) -> dict[str
   Raises:
     ValueError: naming the array, the shape expected and the shape given.
   """
+  check_not_explicit(STAGE_SPLIT + TWIN_SPLIT, **{name: x for name, (x, _) in arrays.items()})
   sizes: dict[str, int] = {}
   for name, (x, letters) in arrays.items():
     if x is None:

@@ -64,6 +64,7 @@ def prepare(
   Source: Gated Delta Networks, arXiv 2412.06464; `core.ssm.ops.gdp` of Megatron Core.
   """
   inputs.check_implementation(implementation, 1)
+  inputs.check_not_explicit(inputs.STAGE_SPLIT, x=x, A_log=A_log, dt_bias=dt_bias)
   H, K, V, M = num_heads, head_k_dim, head_v_dim, num_householder
   HV = H if num_v_heads is None else num_v_heads
   counts = dict(num_heads=H, head_k_dim=K, head_v_dim=V, num_v_heads=HV, num_householder=M)
@@ -102,7 +103,8 @@ def _prepare(static, *args):
   def kernel(implementation):
     return lambda *args: kernels.prepare_fwd(*args, *rest, implementation=implementation)
 
-  return dispatch(implementation, kernel, plain, *args)
+  advice = f'{inputs.STAGE_SPLIT}; implementation="xla" is divided'
+  return dispatch(implementation, kernel, plain, *args, advice=advice)
 
 
 @_prepare.defjvp

@@ -2,9 +2,11 @@
 
     sharded_gated_delta_product             from outside: arrays of the whole mesh
     context_parallel_gated_delta_product    inside a `jax.shard_map`: one device's segment
+    sharded_fused_recurrent_gated_delta_product    decode, from outside
 
 B batch, T tokens, M Householder copies, R = T*M rows, H query/key heads, HV value heads, K and V
-head dims, N sequences, n devices on the sequence axis, T/n tokens in a device's segment.
+head dims, N sequences or requests, S slots of a pool, n devices on the sequence axis, T/n tokens in
+a device's segment.
 
 **Which axis to shard.** What a device receives in one call, in bytes, for the B, T and HV that it
 has itself:
@@ -41,10 +43,19 @@ the all-gather's is a reduce-scatter of the same size, and nothing of a stream's
 either direction. Of packed sequences at most one leaves a device for the next one, and its effect
 is what moves; if it began on this device, P does not count.
 
-A plain call of `gdp_jax.chunk_gated_delta_product` on arrays that are split raises, and names what
-to call, unless the compiler can split it too: implementation="xla" on Auto axes. There nothing
-moves if batch and heads are split; a T that is split is an error where it can be seen, which under
-`jax.jit` it cannot, and would be gathered.
+**Serving.** Prefill and decode move nothing either: of a pool [S, HV, K, V] each device holds its
+own heads of all slots, P(None, head_axis). With batch_axis the slots are split like the requests,
+P(batch_axis, head_axis), and a request's slot has to lie in its own device's part: of n parts, part
+i holds the requests i*N/n to (i+1)*N/n - 1 and the slots i*S/n to (i+1)*S/n - 1. Slots are numbered
+in the whole pool, so that results are those of one device. On the sequence axis there is no pool:
+prefill there with initial_state and output_final_state. `gdp_jax.rollback` is plain JAX, which the
+compiler divides, without a transfer if only heads are split.
+
+Plain calls of `gdp_jax.chunk_gated_delta_product`, `gdp_jax.fused_recurrent_gated_delta_product`,
+`gdp_jax.prepare` and the single kernels on arrays that are split raise, and name what to call,
+unless the compiler can split them too: implementation="xla" on Auto axes. There nothing moves if
+batch and heads are split and there is no pool; a T that is split is an error where it can be seen,
+which under `jax.jit` it cannot, and would be gathered.
 
 Source: the recurrence, DeltaProduct, arXiv 2502.10297; that affine maps are composed in parallel,
 Blelloch, "Prefix sums and their applications", 1990.
@@ -52,6 +63,7 @@ Blelloch, "Prefix sums and their applications", 1990.
 
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,6 +73,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from gdp_jax import inputs, metadata
 from gdp_jax.chunk import chunk_gated_delta_product
+from gdp_jax.fused_recurrent import fused_recurrent_gated_delta_product
 
 Axis = str | tuple[str, ...] | None
 
@@ -82,6 +95,8 @@ def sharded_gated_delta_product(
   output_final_state: bool = False,
   use_qk_l2norm_in_kernel: bool = False,
   cu_seqlens: jax.Array | np.ndarray | list[int] | tuple[int, ...] | None = None,
+  state: jax.Array | None = None,
+  state_indices: jax.Array | np.ndarray | None = None,
   implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """`gdp_jax.chunk_gated_delta_product` over a mesh: the same numbers, each device its part.
@@ -100,14 +115,19 @@ def sharded_gated_delta_product(
       is shorter or empty; such streams cannot lie split on the mesh, but are cut here.
     cu_seqlens: offsets of packed sequences [N+1] in the whole row, the same on all devices.
       Sequences may cross any number of devices. Not with batch_axis.
+    state, state_indices: a pool [S, HV, K, V] and the sequences' slots [N] in it, as for the
+      operator. The pool is split by heads and, with batch_axis, by slots: see this module's
+      docstring. Not with sequence_axis.
 
   Returns:
     o [B, T, HV, V], split as v is, and the final state [N, HV, K, V] in fp32, split as B and HV
-    are, or None.
+    are, or None; with a pool, the pool in its place.
 
   Raises:
     TypeError, ValueError, NotImplementedError: as the operator; and ValueError for axes that the
-      mesh lacks, that occur twice, or that do not divide what they split.
+      mesh lacks, that occur twice, or that do not divide what they split, and for slots in another
+      device's part of the pool (those on the device are padding, as any outside of it);
+      NotImplementedError for a pool with sequence_axis.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -124,76 +144,189 @@ def sharded_gated_delta_product(
     q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
   )
   implementation = inputs.check_implementation(implementation, q.shape[-1])
+  N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  expected = (v.shape[2], q.shape[-1], v.shape[3])
+  slots = inputs.check_pool(state, state_indices, N, expected, initial_state, output_final_state)
   mesh = _default_mesh(mesh, q)
   axes = dict(batch_axis=batch_axis, head_axis=head_axis, sequence_axis=sequence_axis)
-  _check_axes(mesh, axes)
-  sizes = {name: _size(mesh, axis) for name, axis in axes.items()}
-  if cu_seqlens is not None and sizes["batch_axis"] > 1:
+  _check_axes(mesh, axes, "chunk_gated_delta_product")
+  if cu_seqlens is not None and _size(mesh, batch_axis) > 1:
     raise ValueError(
       "cu_seqlens packs sequences into one batch row, which batch_axis cannot split: pass the axis"
       " as sequence_axis, or give each device a packed row of its own in a jax.shard_map around"
       f" gdp_jax.chunk_gated_delta_product; got {batch_axis=}"
     )
-  for name, what, size in (("batch_axis", "B", q.shape[0]), ("head_axis", "H", q.shape[2])):
-    if size % sizes[name]:
-      raise ValueError(f"{name} must divide {what}={size}, got {axes[name]!r} of {sizes[name]}"
-                       " devices")  # fmt: skip
+  _check_divides(mesh, "batch_axis", batch_axis, B=q.shape[0])
+  _check_divides(mesh, "head_axis", head_axis, H=q.shape[2])
+  if state is not None:
+    if sequence_axis is not None:
+      raise NotImplementedError(
+        "state, a pool, cannot be combined with sequence_axis: pass initial_state and"
+        f" output_final_state; got {sequence_axis=}"
+      )
+    _check_slots(mesh, batch_axis, state.shape[0], state_indices)
 
-  arrays = dict(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state)
-  stream = PartitionSpec(batch_axis, sequence_axis, head_axis)
-  states = PartitionSpec(batch_axis, head_axis)
-  for name, x in arrays.items():
-    _check_placement(name, x, states if name == "initial_state" else stream)
+  arrays = dict(
+    q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, state=state, state_indices=slots
+  )
+  _check_placement(arrays, _specs(**axes))
   return _sharded(
-    arrays, cu_seqlens, mesh=mesh, stream=stream, states=states, sequence_axis=sequence_axis,
+    arrays, cu_seqlens, mesh=mesh, **axes,
     num_householder=int(num_householder),
     scale=inputs.default_scale(scale, q.shape[-1]),
     output_final_state=bool(output_final_state),
     use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
     implementation=implementation,
+  )[:2]  # fmt: skip
+
+
+def sharded_fused_recurrent_gated_delta_product(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  g: jax.Array | None,
+  beta: jax.Array,
+  num_householder: int = 1,
+  *,
+  mesh: Mesh | AbstractMesh | None = None,
+  batch_axis: Axis = None,
+  head_axis: Axis = None,
+  scale: float | None = None,
+  initial_state: jax.Array | None = None,
+  output_final_state: bool = False,
+  use_qk_l2norm_in_kernel: bool = False,
+  state: jax.Array | None = None,
+  state_indices: jax.Array | np.ndarray | None = None,
+  output_intermediate_states: bool = False,
+  update_state: bool = True,
+  implementation: str | None = None,
+) -> tuple[jax.Array, ...]:
+  """`gdp_jax.fused_recurrent_gated_delta_product` over a mesh: the same numbers, nothing moves.
+
+  Under `jax.jit` with the pool donated, and lying on the mesh as here, it is updated in place.
+
+  Args:
+    q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
+      use_qk_l2norm_in_kernel, output_intermediate_states, update_state, implementation: as for
+      `gdp_jax.fused_recurrent_gated_delta_product`.
+    mesh: default that of `jax.set_mesh`, or else the one that q lies on.
+    batch_axis: the mesh's axis, or axes, over which the N requests are split, and with them N of
+      the states or S of the pool.
+    head_axis: likewise for H and HV; the heads of a group stay together, so H is divided.
+    state: the pool [S, HV, K, V], to lie on the mesh as P(batch_axis, head_axis).
+    state_indices: int32 [N], the slot of each request, numbered in the whole pool; -1 is padding.
+      With batch_axis a request's slot lies in its own device's part of the pool: see this module's
+      docstring. On the device, where it cannot be checked, any other slot is padding too.
+
+  Returns:
+    As `gdp_jax.fused_recurrent_gated_delta_product`. o [N, T, HV, V] and the states after each
+    token lie as P(batch_axis, None, head_axis), pool or final state as P(batch_axis, head_axis).
+
+  Raises:
+    TypeError, ValueError, NotImplementedError: as the operator; and ValueError for axes that the
+      mesh lacks, that occur twice, or that do not divide what they split, and for slots in another
+      device's part of the pool.
+
+  Example:
+    >>> import jax, jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding, PartitionSpec
+    >>> from gdp_jax.sharding import sharded_fused_recurrent_gated_delta_product
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("model",))
+    >>> q = k = v = jnp.ones((3, 1, 8, 4))
+    >>> pool = jnp.zeros((10, 8, 4, 4), device=NamedSharding(mesh, PartitionSpec(None, "model")))
+    >>> o, pool = sharded_fused_recurrent_gated_delta_product(
+    ...     q, k, v, None, jnp.full((3, 1, 8), 0.5), mesh=mesh, head_axis="model",
+    ...     state=pool, state_indices=jnp.array([7, -1, 0]))
+    >>> [int(slot) for slot in jnp.flatnonzero(jnp.any(pool, axis=(1, 2, 3)))]
+    [0, 7]
+  """
+  slots = inputs.check_decode(
+    q, k, v, g, beta, num_householder, scale, initial_state, output_final_state, state,
+    state_indices, update_state,
   )  # fmt: skip
+  implementation = inputs.check_implementation(implementation, q.shape[-1])
+  mesh = _default_mesh(mesh, q)
+  axes = dict(batch_axis=batch_axis, head_axis=head_axis)
+  _check_axes(mesh, axes, "fused_recurrent_gated_delta_product")
+  _check_divides(mesh, "batch_axis", batch_axis, N=q.shape[0])
+  _check_divides(mesh, "head_axis", head_axis, H=q.shape[2])
+  if state is not None:
+    _check_slots(mesh, batch_axis, state.shape[0], state_indices)
+
+  arrays = dict(
+    q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, state=state, state_indices=slots
+  )
+  _check_placement(arrays, _specs(**axes))
+  o, new_state, states = _sharded(
+    arrays, None, mesh=mesh, **axes, decode=True,
+    num_householder=int(num_householder),
+    scale=inputs.default_scale(scale, q.shape[-1]),
+    output_final_state=bool(output_final_state),
+    use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+    output_intermediate_states=bool(output_intermediate_states),
+    update_state=bool(update_state),
+    implementation=implementation,
+  )  # fmt: skip
+  return (o, new_state, states) if output_intermediate_states else (o, new_state)
 
 
 @partial(
   jax.jit,
   static_argnames=(
-    "mesh", "stream", "states", "sequence_axis", "num_householder", "scale", "output_final_state",
-    "use_qk_l2norm_in_kernel", "implementation",
+    "mesh", "batch_axis", "head_axis", "sequence_axis", "decode", "num_householder", "scale",
+    "output_final_state", "use_qk_l2norm_in_kernel", "output_intermediate_states", "update_state",
+    "implementation",
   ),
 )  # fmt: skip
 def _sharded(
-  arrays, cu_seqlens, *, mesh, stream, states, sequence_axis, num_householder, **options
-):  # fmt: skip
+  arrays, cu_seqlens, *, mesh, batch_axis, head_axis, sequence_axis=None, decode=False, **options
+):
+  """o, the final state or the pool, and the states after each token, as far as asked for."""
   explicit = AxisType.Explicit in mesh.axis_types
-  T = arrays["q"].shape[1]
+  T, pool = arrays["q"].shape[1], arrays["state"]
   short = -T % _size(mesh, sequence_axis)
-  specs = {name: states if name == "initial_state" else stream for name in arrays}
+  specs = _specs(batch_axis, head_axis, sequence_axis)
   for name, x in arrays.items():
     if x is None:
       continue
     if short and name != "initial_state":
       # Tokens that change no state; their outputs are cut off again.
-      rows = short * (1 if name in ("q", "g") else num_householder)
+      rows = short * (1 if name in ("q", "g") else options["num_householder"])
       x = jnp.pad(x, ((0, 0), (0, rows), *((0, 0),) * (x.ndim - 2)))
     arrays[name] = jax.reshard(x, NamedSharding(mesh, specs[name])) if explicit else x
+  # Passed through the shard_map, a pool that stays as it is would be copied.
+  unchanged = pool is not None and not options.get("update_state", True)
 
   def body(arrays, cu_seqlens):
-    if sequence_axis is None:
-      operator = chunk_gated_delta_product
+    if pool is not None and axis_names(batch_axis):
+      # As numbered in this device's part of the pool; what lies outside of that is padding.
+      slots = arrays["state_indices"]
+      first = arrays["state"].shape[0] * lax.axis_index(batch_axis)
+      arrays = arrays | dict(state_indices=jnp.where(slots < 0, -1, slots - first))
+    out: tuple[Any, ...]
+    if decode:
+      out = fused_recurrent_gated_delta_product(**arrays, **options)
+    elif sequence_axis is None:
+      out = chunk_gated_delta_product(**arrays, cu_seqlens=cu_seqlens, **options)
     else:
-      operator = partial(context_parallel_gated_delta_product, axis_name=sequence_axis)
-    return operator(**arrays, num_householder=num_householder, cu_seqlens=cu_seqlens, **options)
+      streams = {name: x for name, x in arrays.items() if name not in ("state", "state_indices")}
+      out = context_parallel_gated_delta_product(
+        **streams, axis_name=sequence_axis, cu_seqlens=cu_seqlens, **options
+      )
+    o, state, *after_tokens = out
+    return o, None if unchanged else state, *(after_tokens or [None])
 
   # The kernels say nothing of what varies over which axis, so that is not checked.
-  o, final_state = jax.shard_map(
-    body, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=(stream, states), check_vma=False,
-    axis_names=frozenset(mesh.axis_names) - frozenset(mesh.manual_axes),
+  stream, states = specs["q"], specs["state"]
+  o, state, after_tokens = jax.shard_map(
+    body, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=(stream, states, stream),
+    check_vma=False, axis_names=frozenset(mesh.axis_names) - frozenset(mesh.manual_axes),
   )(arrays, cu_seqlens)  # fmt: skip
   if short:
     if explicit:  # T is not divisible, and so cannot stay split
       o = jax.reshard(o, NamedSharding(mesh, PartitionSpec(stream[0], None, stream[2])))
     o = o[:, :T]
-  return o, final_state
+  return o, pool if unchanged else state, after_tokens
 
 
 def context_parallel_gated_delta_product(
@@ -362,8 +495,21 @@ def _size(mesh, axis):
   return math.prod(mesh.shape[name] for name in axis_names(axis))
 
 
-def _check_axes(mesh, axes):
-  """Raises unless the axes, by argument, are those of the mesh, at least one and none twice."""
+def _specs(batch_axis, head_axis, sequence_axis=None):
+  """How each array lies on the mesh."""
+  stream = PartitionSpec(batch_axis, sequence_axis, head_axis)
+  states = PartitionSpec(batch_axis, head_axis)
+  return dict(
+    q=stream, k=stream, v=stream, g=stream, beta=stream, initial_state=states, state=states,
+    state_indices=PartitionSpec(batch_axis),
+  )  # fmt: skip
+
+
+def _check_axes(mesh, axes, plain):
+  """Raises unless the axes, by argument, are those of the mesh, at least one and none twice.
+
+  `plain` is the operator that splits nothing.
+  """
   seen = set()
   for argument, axis in axes.items():
     of_names = isinstance(axis, tuple) and all(isinstance(name, str) for name in axis)
@@ -375,26 +521,53 @@ def _check_axes(mesh, axes):
                          f" got {name!r}")  # fmt: skip
       if name in mesh.manual_axes:
         raise ValueError(f"{argument}={name!r} is manual already: inside a jax.shard_map call"
-                         " gdp_jax.chunk_gated_delta_product, or for the sequence"
+                         f" gdp_jax.{plain}, or for the sequence"
                          " context_parallel_gated_delta_product")  # fmt: skip
       if name in seen:
         raise ValueError(f"{argument} must be an axis of its own, got {name!r} again")
       seen.add(name)
   if not seen:
-    raise ValueError("one of batch_axis, head_axis and sequence_axis must be given, got none:"
-                     " gdp_jax.chunk_gated_delta_product splits nothing")  # fmt: skip
+    raise ValueError(f"one of {', '.join(axes)} must be given, got none: gdp_jax.{plain} splits"
+                     " nothing")  # fmt: skip
 
 
-def _check_placement(name, x, spec):
-  """Raises if a dim of an array is split over Explicit axes, in another way than `spec` says.
+def _check_divides(mesh, argument, axis, **sizes):
+  """Raises unless an axis' size, if there is an axis, divides these sizes, by letter."""
+  n = _size(mesh, axis)
+  for letter, size in sizes.items():
+    if size % n:
+      raise ValueError(f"{argument} must divide {letter}={size}, got {axis!r} of {n} devices")
+
+
+def _check_slots(mesh, batch_axis, S, state_indices):
+  """Raises if a slot is known to lie in another device's part of the pool than its request."""
+  n = _size(mesh, batch_axis)
+  _check_divides(mesh, "batch_axis", batch_axis, S=S)
+  if n == 1 or isinstance(state_indices, jax.Array):
+    return
+  slots = np.asarray(state_indices)
+  own = np.repeat(np.arange(n), slots.size // n)
+  wrong = np.flatnonzero((slots >= 0) & (slots // (S // n) != own))
+  if wrong.size:
+    request, first = wrong[0], own[wrong[0]] * (S // n)
+    raise ValueError(
+      f"state_indices must give request {request} a slot of its own device's part of the pool,"
+      f" {first} to {first + S // n - 1}, or -1, with batch_axis={batch_axis!r} of {n} devices,"
+      f" got {slots[request]}"
+    )
+
+
+def _check_placement(arrays, specs):
+  """Raises if a dim of an array is split over Explicit axes, in another way than its spec says.
 
   There JAX moves nothing that was not asked for; cutting copies moves nothing.
   """
-  if not isinstance(x, jax.Array):
-    return
-  given = jax.typeof(x).sharding.spec
-  for dim, axis in enumerate(given):
-    expected = spec[dim] if dim < len(spec) else None
-    if axis is not None and axis_names(axis) != axis_names(expected):
-      raise ValueError(f"{name} must lie on the mesh's Explicit axes as {spec}, got {given}:"
-                       " see jax.reshard")  # fmt: skip
+  for name, x in arrays.items():
+    if not isinstance(x, jax.Array):
+      continue
+    spec, given = specs[name], jax.typeof(x).sharding.spec
+    for dim, axis in enumerate(given):
+      expected = spec[dim] if dim < len(spec) else None
+      if axis is not None and axis_names(axis) != axis_names(expected):
+        raise ValueError(f"{name} must lie on the mesh's Explicit axes as {spec}, got {given}:"
+                         " see jax.reshard")  # fmt: skip

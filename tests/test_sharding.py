@@ -27,14 +27,23 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, use_abstract_mes
 from jax.sharding import PartitionSpec as P
 from lowering import AbstractDevice, count_kernels, cuda_target
 
-from gdp_jax import chunk_gated_delta_product
+from gdp_jax import (
+  chunk_gated_delta_product,
+  fused_recurrent_gated_delta_product,
+  kernels,
+  prepare,
+  rollback,
+)
 from gdp_jax.nn import (
   GatedDeltaProduct,
   GatedDeltaProductConfig,
   GatedDeltaProductLM,
   next_token_loss,
 )
-from gdp_jax.sharding import sharded_gated_delta_product
+from gdp_jax.sharding import (
+  sharded_fused_recurrent_gated_delta_product,
+  sharded_gated_delta_product,
+)
 
 # Against the same implementation on one device. In fp32 the sums are other sums, 4e-7 measured. In
 # bf16 the chunks begin elsewhere, and then it is as far off as either is from the recurrence.
@@ -58,9 +67,9 @@ def make_mesh(axis_type=AxisType.Auto, *, gpu=False, **axes):
 def place(mesh, inputs, *, batch_axis=None, head_axis=None, sequence_axis=None):
   """The inputs as they are to lie on the mesh."""
   stream, states = P(batch_axis, sequence_axis, head_axis), P(batch_axis, head_axis)
-  spec = lambda name: states if name == "initial_state" else stream
+  others = dict(initial_state=states, state=states, state_indices=P(batch_axis))
   return {
-    name: None if x is None else jax.device_put(x, NamedSharding(mesh, spec(name)))
+    name: None if x is None else jax.device_put(x, NamedSharding(mesh, others.get(name, stream)))
     for name, x in inputs.items()
   }
 
@@ -336,6 +345,168 @@ def test_packed_sequences_on_two_gpus(axis_type):
   check(case, actual, one_device(case, "pallas"))
 
 
+# Serving
+
+SERVING = Case("serving", B=4, T=2, K=16, V=24, l2norm=True, initial_state=False)
+# Of two devices each has two requests and three slots; the second request is padding.
+SLOTS = np.array([2, -1, 5, 3], np.int32)
+
+
+def serving_inputs(case=SERVING):
+  """With a pool of 6 slots, and NaN where it is not to be read."""
+  inputs = {name: x for name, x in make_inputs(case).items() if name != "initial_state"}
+  for x in inputs.values():
+    x[1] = np.nan
+  pool = np.random.default_rng(1).standard_normal((6, case.HV, case.K, case.V)).astype(np.float32)
+  return inputs | dict(state=pool, state_indices=SLOTS)
+
+
+def serve(operator, **options):
+  run = functools.partial(operator, num_householder=2, use_qk_l2norm_in_kernel=True, **options)
+  names = ("o", "pool", "states")
+  return lambda state, rest: dict(zip(names, run(state=state, **rest), strict=False))
+
+
+def to_numpy(tree):
+  return jax.tree.map(np.asarray, tree)
+
+
+def check_serving(mesh, inputs, axes, plain, over_mesh, what, **options):
+  """Equals one device, moves nothing, and updates the pool in place."""
+  expected = to_numpy(quick_jit(serve(plain, **options))(inputs["state"], without_pool(inputs)))
+  inputs = place(mesh, inputs, **axes)
+  f = serve(over_mesh, mesh=mesh, **axes, **options)
+  args = inputs["state"], without_pool(inputs)
+  jit = quick_jit if mesh.devices.flat[0].platform == "cpu" else jax.jit
+  compiled = jit(f, donate_argnums=0).lower(*args).compile()
+  assert collectives(compiled.as_text()) == []
+  part = inputs["state"].addressable_shards[0].data.nbytes
+  assert compiled.memory_analysis().alias_size_in_bytes == part
+  actual = compiled(*args)
+  assert inputs["state"].is_deleted()
+  states = NamedSharding(mesh, P(axes.get("batch_axis"), axes.get("head_axis")))
+  assert actual["pool"].sharding.is_equivalent_to(states, 4)
+  assert_close(to_numpy(actual), expected, OUTPUTS["float32"], what)
+
+
+def without_pool(inputs):
+  return {name: x for name, x in inputs.items() if name != "state"}
+
+
+@pytest.mark.parametrize(("split", "axis_type", "implementation"), [
+  ("heads", AxisType.Auto, "xla"), ("both", AxisType.Explicit, "xla"),
+  ("both", AxisType.Auto, "interpret"),
+])  # fmt: skip
+def test_decode(split, axis_type, implementation):
+  sizes, axes = SPLITS[split]
+  mesh = make_mesh(axis_type, **sizes | ({"data": 2} if split == "both" else {}))
+  check_serving(
+    mesh, serving_inputs(), axes, fused_recurrent_gated_delta_product,
+    sharded_fused_recurrent_gated_delta_product, split, implementation=implementation,
+    output_intermediate_states=True,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_prefill_into_a_pool(packed):
+  mesh, axes = make_mesh(data=2, model=2), dict(batch_axis="data", head_axis="model")
+  inputs, options = serving_inputs(), {}
+  if packed:
+    mesh, axes = make_mesh(model=2), dict(head_axis="model")
+    rows = lambda x: x.reshape(1, -1, *x.shape[2:])
+    inputs |= {name: rows(inputs[name]) for name in ("q", "k", "v", "g", "beta")}
+    options = dict(cu_seqlens=(0, 2, 4, 6, 8))
+  check_serving(
+    mesh, inputs, axes, chunk_gated_delta_product, sharded_gated_delta_product, "prefill",
+    implementation="xla", **options,
+  )  # fmt: skip
+
+
+def test_speculation_over_heads():
+  """The draft leaves the pool alone, without a copy; rollback is divided by the compiler."""
+  mesh, axes = make_mesh(model=2), dict(head_axis="model")
+  accepted = np.array([1, 0, 0, 2])
+
+  def speculate(operator, **options):
+    draft = serve(
+      operator, implementation="xla", output_intermediate_states=True, update_state=False, **options
+    )
+
+    def f(pool, rest):
+      out = draft(pool, rest)
+      out["pool"] = rollback(out["pool"], out["states"], rest["state_indices"], accepted)
+      return out
+
+    return f
+
+  inputs = serving_inputs()
+  args = inputs["state"], without_pool(inputs)
+  expected = to_numpy(quick_jit(speculate(fused_recurrent_gated_delta_product))(*args))
+  inputs = place(mesh, inputs, **axes)
+  args = inputs["state"], without_pool(inputs)
+  f = speculate(sharded_fused_recurrent_gated_delta_product, mesh=mesh, **axes)
+  compiled = quick_jit(f, donate_argnums=0).lower(*args).compile()
+  assert collectives(compiled.as_text()) == []
+  assert_close(to_numpy(compiled(*args)), expected, OUTPUTS["float32"], "speculation")
+
+
+def test_decode_without_a_pool_and_slots_of_another_device():
+  mesh, axes = make_mesh(data=2), dict(batch_axis="data")
+  case = dataclasses.replace(SERVING, initial_state=True)
+  options = dict(implementation="xla", num_householder=2)
+  inputs = make_inputs(case)
+  expected = fused_recurrent_gated_delta_product(**inputs, **options, output_final_state=True)
+  over_mesh = functools.partial(sharded_fused_recurrent_gated_delta_product, mesh=mesh, **axes)
+  actual = over_mesh(**place(mesh, inputs, **axes), **options, output_final_state=True)
+  named = lambda results: dict(zip(("o", "final_state"), to_numpy(results), strict=True))
+  assert_close(named(actual), named(expected), OUTPUTS["float32"], "no pool")
+
+  inputs = serving_inputs()
+  inputs["state_indices"] = np.array([4, -1, 2**31 - 1, -(2**31)], np.int32)
+  before = inputs["state"]
+  o, pool = over_mesh(**place(mesh, inputs, **axes), **options)
+  assert not np.any(o)
+  assert_same_bits(dict(pool=pool), dict(pool=before), "slots of others")
+
+
+def test_errors_of_serving():
+  mesh = make_mesh(a=4, b=2)
+  inputs = serving_inputs()
+  decode = functools.partial(sharded_fused_recurrent_gated_delta_product, **inputs, mesh=mesh)
+  decode = functools.partial(decode, num_householder=2)
+  assert_raises(ValueError, ["one of batch_axis, head_axis", "gdp_jax.fused"], decode)
+  assert_raises(ValueError, ["batch_axis", "S=6", "4"], decode, batch_axis="a")
+  assert_raises(ValueError, ["head_axis", "H=2", "4"], decode, head_axis="a")
+  assert_raises(ValueError, ["T >= 1"], decode, head_axis="b", q=inputs["q"][:, :0],
+                **{name: inputs[name][:, :0] for name in ("k", "v", "g", "beta")})  # fmt: skip
+  other = np.array([2, -1, 5, 1])
+  parts = ["state_indices", "request 3", "3 to 5", "got 1"]
+  assert_raises(ValueError, parts, decode, batch_axis="b", state_indices=other)
+  prefill = functools.partial(sharded_gated_delta_product, **inputs, num_householder=2, mesh=mesh)
+  assert_raises(ValueError, parts, prefill, batch_axis="b", state_indices=other)
+  assert_raises(NotImplementedError, ["state", "sequence_axis='b'"], prefill, sequence_axis="b")
+  lies = place(make_mesh(AxisType.Explicit, x=2), inputs, batch_axis="x")
+  decode = functools.partial(sharded_fused_recurrent_gated_delta_product, num_householder=2)
+  assert_raises(ValueError, ["q must lie on"], decode, **lies, head_axis="x")
+
+
+@pytest.mark.gpu
+@both_types
+@pytest.mark.parametrize("axis", ["batch_axis", "head_axis"])
+def test_serving_on_two_gpus(axis, axis_type):
+  mesh = make_mesh(axis_type, gpu=True, x=2)
+  options = dict(implementation="pallas")
+  check_serving(
+    mesh, serving_inputs(), {axis: "x"}, fused_recurrent_gated_delta_product,
+    sharded_fused_recurrent_gated_delta_product, "decode", output_intermediate_states=True,
+    **options,
+  )  # fmt: skip
+  check_serving(
+    mesh, serving_inputs(), {axis: "x"}, chunk_gated_delta_product, sharded_gated_delta_product,
+    "prefill", **options,
+  )  # fmt: skip
+
+
 # What moves
 
 
@@ -428,7 +599,6 @@ def test_training_step(name):
   loss, grads = training_step(packed, make_mesh(**sizes), **axes)
   expected_loss, expected = one_device_step(packed)
   assert_close(loss, expected_loss, OUTPUTS["float32"], name)
-  to_numpy = functools.partial(jax.tree.map, np.asarray)
   assert_close(to_numpy(grads), to_numpy(expected), GRADIENTS["float32"], name)
   if "head_axis" in axes:  # a parameter's gradient lies as it does
     grad = grads["layers/0/attn/o_proj/kernel"]
@@ -529,6 +699,36 @@ def test_plain_call_on_explicit_axes(axis):
     assert_raises(ValueError, ["Explicit", "'x'", *ADVICE], jax.jit(f), **inputs)
 
 
+@both_types
+def test_plain_decode_prepare_and_single_kernels(axis_type):
+  """Each says what to call; in plain JAX decode is divided, without a transfer by heads."""
+  mesh, axes = make_mesh(axis_type, x=2), dict(head_axis="x")
+  inputs = place(mesh, serving_inputs(), **axes)
+  what = ["2 devices"] if axis_type == AxisType.Auto else ["Explicit", "'x'"]
+  put = lambda *shape: jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P("x")))
+  sizes = dict(num_heads=1, head_k_dim=16, head_v_dim=24, num_householder=2)
+  A_log, widths = np.zeros(1, np.float32), (16, 32, 48, 2, 1)
+  advice = dict(decode="sharded_fused_recurrent_gated_delta_product", kernel="gdp_jax.xla")
+  calls = [
+    ("decode", fused_recurrent_gated_delta_product, inputs | dict(num_householder=2)),
+    ("prepare", prepare, dict(x=put(2, 3, 99), A_log=A_log, **sizes)),
+    ("kernel", kernels.chunk_local_cumsum, dict(g=inputs["g"])),
+    ("kernel", kernels.prepare_fwd, dict(x=put(2, 99), A_log=A_log, dt_bias=None, sizes=widths)),
+  ]
+  for name, f, kwargs in calls:
+    arrays = {key: x for key, x in kwargs.items() if isinstance(x, (jax.Array, np.ndarray))}
+    rest = {key: x for key, x in kwargs.items() if key not in arrays}
+    for implementation in ("interpret",) if name == "kernel" else (None, "interpret"):
+      g = functools.partial(f, **rest, implementation=implementation)
+      parts = [*what, "jax.shard_map", advice.get(name, "")]
+      assert_raises(ValueError, parts, g, **arrays)
+      assert_raises(ValueError, parts, jax.jit(g), **arrays)
+
+  decode = serve(fused_recurrent_gated_delta_product, implementation="xla")
+  args = inputs["state"], without_pool(inputs)
+  assert collectives(quick_jit(decode).lower(*args).compile().as_text()) == []
+
+
 def test_plain_call_inside_shard_map():
   """Each device's own packed row: the way to split a batch of them."""
   case = Case("rows", T=24, cu_seqlens=(0, 5, 20), initial_state=False)
@@ -599,8 +799,12 @@ def test_lowering_for_gpus(axis_type):
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_inputs(PLAIN))
   mesh = on_two_gpus(axis_type)
   with use_abstract_mesh(mesh):
-    for axes, least in ((dict(batch_axis="x"), 6), (dict(sequence_axis="x"), 9)):
-      f = lambda inputs, axes=axes: sharded_gated_delta_product(**inputs, num_householder=2, **axes)
+    prefill, decode = sharded_gated_delta_product, sharded_fused_recurrent_gated_delta_product
+    for operator, axis, least in (
+      (prefill, "batch_axis", 6), (prefill, "sequence_axis", 9), (decode, "head_axis", 1),
+    ):  # fmt: skip
+      f = functools.partial(operator, num_householder=2, **{axis: "x"})
+      f = lambda inputs, f=f: f(**inputs)
       text = jax.jit(f).trace(shapes).lower(lowering_platforms=("cuda",)).as_text()
       assert count_kernels(text) >= least
     split = jax.tree.map(

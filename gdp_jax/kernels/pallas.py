@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from gdp_jax import inputs
 from gdp_jax.config import Config
 
 plt: Any
@@ -26,12 +27,16 @@ else:
 program_id, when = pl.program_id, pl.when
 
 
-def dispatch(implementation, kernel, plain, *args):
+def dispatch(implementation, kernel, plain, *args, advice):
   """Runs what an operator's `implementation` means.
 
   plain(*args) for "xla", kernel("pallas" or "interpret")(*args) for these; for None the Pallas
-  kernels where the code is lowered for CUDA, plain(*args) elsewhere.
+  kernels where the code is lowered for CUDA, plain(*args) elsewhere. Where it may be a kernel, it
+  is an error on several devices, with this advice: for None on any platform, so that what runs on a
+  CPU runs on GPUs.
   """
+  if implementation != "xla":
+    args = inputs.refuse_partitioning(args, advice)
   if implementation is None and plt is not None:
     return lax.platform_dependent(*args, cuda=kernel("pallas"), default=plain)
   if implementation in (None, "xla"):
@@ -52,7 +57,8 @@ def call(
   write stays as it was.
 
   Raises:
-    ValueError: implementation is neither "pallas" nor "interpret".
+    ValueError: implementation is neither "pallas" nor "interpret"; or on several devices, outside
+      of a `jax.shard_map`.
     NotImplementedError: this jaxlib has no Triton backend.
   """
   if implementation not in ("pallas", "interpret"):
@@ -61,6 +67,7 @@ def call(
     raise NotImplementedError(f"{implementation=} needs Pallas' Triton backend, which this jaxlib"
                               ' lacks; implementation="xla" needs nothing')  # fmt: skip
   interpret = implementation == "interpret"
+  args = inputs.refuse_partitioning(args, inputs.STAGE_SPLIT + inputs.TWIN_SPLIT)
   if "dot" in static:
     static["dot"] = functools.partial(dot, interpret=interpret)
   if 0 in grid:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gdp_jax import config
+from gdp_jax import config, inputs
 from gdp_jax.kernels import pallas
 from gdp_jax.xla import log_decay, step_size
 
@@ -31,7 +31,7 @@ def prepare_fwd(
 
   Source: `core.ssm.ops.gdp` of Megatron Core.
   """
-  L = x.shape[0]
+  L = inputs.check_stage(x=(x, "L D"), A_log=(A_log, "HV"), dt_bias=(dt_bias, "HV"))["L"]
   cfg = config.choose("prepare_fwd", sizes[0], sizes[2], x.dtype)
   copies = [jax.ShapeDtypeStruct((L, size), x.dtype) for size in sizes[:3]]
   gates = [jax.ShapeDtypeStruct((L, size), jnp.float32) for size in sizes[3:]]
