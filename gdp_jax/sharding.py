@@ -1,8 +1,8 @@
 """The operator on several devices: batch, heads and sequence over the axes of a mesh.
 
-    sharded_gated_delta_product             from outside: arrays of the whole mesh
-    context_parallel_gated_delta_product    inside a `jax.shard_map`: one device's segment
-    sharded_fused_recurrent_gated_delta_product    decode, from outside
+    sharded_gated_delta_product                    from outside: arrays of the whole mesh
+    sharded_fused_recurrent_gated_delta_product    likewise, decode
+    context_parallel_gated_delta_product           inside a `jax.shard_map`: a device's segment
 
 B batch, T tokens, M Householder copies, R = T*M rows, H query/key heads, HV value heads, K and V
 head dims, N sequences or requests, S slots of a pool, n devices on the sequence axis, T/n tokens in

@@ -650,14 +650,79 @@ def test_layers_move_little():
   assert not tensor
 
 
-def test_layers_over_a_mesh_do_not_decode():
-  with jax.set_mesh(make_mesh(data=2)):
-    layer = GatedDeltaProduct(16, **LAYER, batch_axis="data", rngs=nnx.Rngs(0))
-    state, x = layer.initialize_state(2), jnp.ones((2, 1, 16))
-    assert_raises(NotImplementedError, ["batch_axis='data'"], layer.step, x=x, state=state)
-    assert_raises(
-      NotImplementedError, ["pool"], layer, x=x, state=state, state_indices=jnp.array([0, 1])
+def serve_layer(mesh=None, **axes):
+  """Prefill of a packed row into a pool of 5 slots, then two steps; and the compiled step."""
+  rng = np.random.default_rng(0)
+  row = rng.standard_normal((1, 9, 16)).astype(np.float32)
+  tokens = rng.standard_normal((3, 2, 16)).astype(np.float32)
+  slots = np.array([3, -1, 0], np.int32)
+  with under(mesh):
+    layer = GatedDeltaProduct(16, **LAYER, **axes, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+
+    @functools.partial(quick_jit, donate_argnums=1)
+    def prefill(params, pool, x):
+      layer = nnx.merge(graphdef, params)
+      return layer(x, pool, np.array([0, 4, 6, 9]), state_indices=slots)
+
+    @functools.partial(quick_jit, donate_argnums=1)
+    def step(params, pool, x):
+      return nnx.merge(graphdef, params).step(x, pool, slots)
+
+    pool = layer.initialize_state(5)
+    y, pool = prefill(params, pool, row)
+    compiled = step.lower(params, pool, tokens[:, :1]).compile()
+    results = dict(prefill=y)
+    for t in range(2):
+      before, (results[f"step {t}"], pool) = pool, compiled(params, pool, tokens[:, t : t + 1])
+  assert all(x.is_deleted() for x in jax.tree.leaves(before))
+  results |= {f"state {n}": x for n, x in enumerate(jax.tree.leaves(pool))}
+  return to_numpy(results), compiled
+
+
+def test_layer_serves_over_heads():
+  """From a pool in place; what moves is y, and blocks of k, v and beta, as in a call."""
+  N, D, M, n = 3, 16, 2, 2
+  actual, step = serve_layer(make_mesh(model=n), head_axis="model")
+  expected, plain = serve_layer()
+  assert_close(actual, expected, OUTPUTS["float32"], "a layer over heads")
+  moved = totals(step.as_text())
+  assert moved.pop("all-reduce") == 4 * N * D
+  assert moved.pop("all-to-all") == 4 * N * M * (2 * 8 + 4 * 16 + 4) // n
+  assert not moved
+  alias = lambda compiled: compiled.memory_analysis().alias_size_in_bytes
+  assert alias(step) == alias(plain) // n
+
+
+def generation(lengths, mesh=None, **axes):
+  prompt = np.random.default_rng(0).integers(0, 19, (4, 5)).astype(np.int32)
+  with under(mesh):
+    model = GatedDeltaProductLM(CONFIG, **axes, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(model)
+    f = lambda params, *args: nnx.merge(graphdef, params).generate(
+      prompt, 12, prompt_lengths=args[0] if args else None
     )
+    return np.asarray(quick_jit(f)(params, *([np.array(lengths)] if lengths else [])))
+
+
+@pytest.mark.parametrize(("split", "lengths"), [("heads", (5, 1, 4, 3)), ("both", None)])
+def test_generation(split, lengths):
+  """Token for token that of one device."""
+  sizes, axes = SPLITS[split]
+  tokens = generation(lengths, make_mesh(**sizes), **axes)
+  np.testing.assert_array_equal(tokens, generation(lengths))
+
+
+def test_what_layers_over_a_mesh_do_not_serve():
+  with jax.set_mesh(make_mesh(data=2)):
+    layer = functools.partial(GatedDeltaProduct, 16, **LAYER, rngs=nnx.Rngs(0))
+    state, x = layer().initialize_state(2), jnp.ones((2, 1, 16))
+    args = dict(x=x, state=state)
+    by_sequence = layer(sequence_axis="data").step
+    assert_raises(NotImplementedError, ["sequence_axis='data'"], by_sequence, **args)
+    by_batch, args = layer(batch_axis="data"), args | dict(state_indices=jnp.array([0, 1]))
+    for f in (by_batch, by_batch.step):
+      assert_raises(NotImplementedError, ["pool", "batch_axis='data'"], f, **args)
 
 
 # A plain call

@@ -22,7 +22,12 @@ from gdp_jax.fused_recurrent import fused_recurrent_gated_delta_product
 from gdp_jax.nn import packing
 from gdp_jax.nn.norm import GatedRMSNorm
 from gdp_jax.nn.short_convolution import ShortConvolution, default_kernel_init
-from gdp_jax.sharding import Axis, axis_names, sharded_gated_delta_product
+from gdp_jax.sharding import (
+  Axis,
+  axis_names,
+  sharded_fused_recurrent_gated_delta_product,
+  sharded_gated_delta_product,
+)
 from gdp_jax.xla import log_decay, step_size
 
 default_projection_init = nnx.initializers.lecun_normal()
@@ -117,7 +122,8 @@ class GatedDeltaProduct(nnx.Module):
       split, as for `gdp_jax.sharding.sharded_gated_delta_product`, which says when to use which.
       The axes must be Auto. x is to lie there as P(batch_axis, sequence_axis), and a row of packed
       sequences as P(None, (batch_axis, sequence_axis)). With head_axis `nnx.get_partition_spec`
-      gives the parameters' own placement, and the layer has to be made under the mesh.
+      gives the parameters' own placement, and the layer and its states have to be made under the
+      mesh. `step` takes the first two; a pool of slots is split by head_axis alone.
     rngs: a stream `params` of keys.
 
   Split over n devices by head_axis, a call moves what tensor parallelism moves anyway, y summed by
@@ -246,13 +252,13 @@ class GatedDeltaProduct(nnx.Module):
       dtype: of the states; a pool is fp32 or bf16.
 
     Returns:
-      GatedDeltaProductState.
+      GatedDeltaProductState; with head_axis, split by heads and channels.
     """
     shape = (batch_size, self.num_v_heads, self.head_k_dim, self.head_v_dim)
     conv_state = None
     if self.q_conv is not None:
       conv_state = tuple(conv.initialize_state(batch_size, dtype) for conv in self._convs)
-    return GatedDeltaProductState(jnp.zeros(shape, dtype), conv_state)
+    return self._place_state(GatedDeltaProductState(jnp.zeros(shape, dtype), conv_state))
 
   def __call__(
     self,
@@ -325,11 +331,23 @@ class GatedDeltaProduct(nnx.Module):
 
     Raises:
       TypeError, ValueError: naming the argument, what was expected and what was given.
-      NotImplementedError: differentiated.
+      NotImplementedError: differentiated; or the layer has a sequence_axis, or a batch_axis and
+        there is a pool.
     """
     if state is None:
       raise ValueError("step needs a state: see initialize_state")
-    y, new_state = self._apply(fused_recurrent_gated_delta_product, x, state, None, state_indices)
+    if self.sequence_axis:
+      raise NotImplementedError(
+        "a step cannot be split by sequence: decode with a layer without sequence_axis, of the same"
+        f" parameters; got sequence_axis={self.sequence_axis!r}"
+      )
+    operator: Any = fused_recurrent_gated_delta_product
+    if self.batch_axis or self.head_axis:
+      operator = partial(
+        sharded_fused_recurrent_gated_delta_product, batch_axis=self.batch_axis or None,
+        head_axis=self.head_axis,
+      )  # fmt: skip
+    y, new_state = self._apply(operator, x, state, None, state_indices)
     assert new_state is not None  # there was one
     return y, new_state
 
@@ -353,11 +371,10 @@ class GatedDeltaProduct(nnx.Module):
     )  # fmt: skip
     cu_seqlens, N = packing.check_cu_seqlens(cu_seqlens, B, T)
     S, slots = self._check_state(state, state_indices, N)
-    split = self.batch_axis or self.head_axis or self.sequence_axis
-    if split and (slots is not None or operator is fused_recurrent_gated_delta_product):
+    if slots is not None and (self.batch_axis or self.sequence_axis):
       raise NotImplementedError(
-        "a layer with axes of a mesh neither decodes nor has slots of a pool: use one without, of"
-        f" the same parameters; got batch_axis={self.batch_axis!r}, head_axis={self.head_axis!r},"
+        "a layer's pool of slots can be split by heads only: use a layer without batch_axis and"
+        f" sequence_axis, of the same parameters; got batch_axis={self.batch_axis!r},"
         f" sequence_axis={self.sequence_axis!r}"
       )
     # From here on padding is 0, not whatever it may hold, and its output will be. Its gradient too.
@@ -398,7 +415,7 @@ class GatedDeltaProduct(nnx.Module):
     if state is None:
       return y, None
     recurrent_state = recurrent_state.astype(state.recurrent_state.dtype)
-    return y, GatedDeltaProductState(recurrent_state, conv_state)
+    return y, self._place_state(GatedDeltaProductState(recurrent_state, conv_state))
 
   def _rows(self, x, heads):
     """x [B, T, M * heads * d] as [B, T, M, heads, d]."""
@@ -411,6 +428,16 @@ class GatedDeltaProduct(nnx.Module):
     # merged with T, the compiler finds how to; later it would gather the whole.
     free = PartitionSpec.UNCONSTRAINED
     return lax.with_sharding_constraint(x, PartitionSpec(free, free, None, self.head_axis, None))
+
+  def _place_state(self, state):
+    """Lays it as the parameters lie, so that a new state takes the place of the old one."""
+    if not self.head_axis:
+      return state
+    free = PartitionSpec.UNCONSTRAINED
+    specs = [PartitionSpec(free, self.head_axis, None, None)]
+    specs += [PartitionSpec(free, None, self.head_axis)] * (len(jax.tree.leaves(state)) - 1)
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, map(lax.with_sharding_constraint, leaves, specs))
 
   @property
   def _convs(self):

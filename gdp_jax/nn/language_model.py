@@ -282,7 +282,7 @@ class GatedDeltaProductLM(nnx.Module):
         Python number or a scalar array, traced or not.
       key: of the samples; needed unless temperature is the number 0.
       prompt_lengths: int [B], tokens of each prompt, at least 1; those behind, at a row's end, are
-        padding. None: all are T long.
+        padding. None: all are T long. Not with a model's batch_axis.
 
     Returns:
       int32 [B, max_new_tokens].
