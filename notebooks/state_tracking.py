@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import sys
 import time
 
 import jax
@@ -124,7 +125,9 @@ def train(recipe: Recipe, *, dtype=None, block: int = 100, progress: bool = True
 
   begin, losses, accuracies, seconds = time.perf_counter(), [], [], []
   keys = jax.random.split(jax.random.key(recipe.seed + 1), recipe.steps)
-  with tqdm(total=recipe.steps, desc=recipe.name, disable=not progress) as bar:
+  with tqdm(
+    total=recipe.steps, desc=recipe.name, disable=not progress, file=sys.stdout, ncols=120
+  ) as bar:
     for first in range(0, recipe.steps, block):
       last = time.perf_counter()
       value, right = steps(model, optimizer, keys[first : first + block])

@@ -15,8 +15,13 @@ FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 PATHS = sorted(FOLDER.glob("*.ipynb"))
 # What replaces values in the cell with the tag "parameters", so that the run is short.
 SHORT = {
+  "benchmark": dict(CASES="m1,decode"),
   "language_model": dict(
     STEPS=20, LAYERS=1, TOKENS=256, DOCUMENTS=2, HELD_OUT_ROWS=2, SAMPLE_TOKENS=40
+  ),
+  "state_tracking": dict(
+    STEPS=4,
+    SMALL=dict(num_heads=2, head_dim=8, length=8, test_length=32, batch_size=2, learning_rate=1e-3),
   ),
 }
 
@@ -64,7 +69,7 @@ def shortened(notebook, values):
 
 
 def test_all_are_found():
-  assert {"quickstart", "language_model"} <= {path.stem for path in PATHS}
+  assert {path.stem for path in PATHS} == {"quickstart", *SHORT}
 
 
 @each_notebook
@@ -91,6 +96,19 @@ def test_is_stored_as_it_ran(path):
 def test_names_no_path_of_a_machine(path):
   absolute = re.compile(r"(?<![\w.~])/(tmp|home|work|usr|root|opt|Users)\b")
   assert not [text for text in strings(read(path)) if absolute.search(text)]
+
+
+def test_two_steps_that_reflect_solve_s3_and_nothing_less_does():
+  """What the stored run of the state-tracking notebook found, at 64, 256 and 512 tokens."""
+  texts = [o.text for c in code_cells(read(FOLDER / "state_tracking.ipynb")) for o in c.outputs
+           if o.output_type == "stream"]  # fmt: skip
+  [table] = [text for text in texts if text.startswith("accuracy at")]
+  rows = [line.split() for line in table.splitlines()[1:] if line]
+  accuracy = {" ".join(row[3:]): [float(x) for x in row[:3]] for row in rows}
+  solved = accuracy.pop("S3, M = 2, negative eigenvalues too")
+  assert len(accuracy) == 3
+  assert min(solved) > 0.9
+  assert max(max(others) for others in accuracy.values()) < 0.6
 
 
 def test_products_of_permutations(monkeypatch):
