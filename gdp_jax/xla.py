@@ -68,6 +68,7 @@ def _unit_lower_inverse(A):
   long.
   """
   *lead, C, _ = A.shape
+  A = lax.optimization_barrier(A)  # or else what makes A is fused into each merge, and done again
   Ti = jnp.ones((*lead, C, 1, 1), A.dtype)
   for n in (2**i for i in range(C.bit_length() - 1)):
     pairs = jnp.moveaxis(A.reshape(*lead, C // (2 * n), 2 * n, C // (2 * n), 2 * n), -2, -4)
