@@ -378,14 +378,18 @@ def test_sequences_do_not_touch_each_other(implementation):
     pytest.param("pallas", "bfloat16", marks=pytest.mark.gpu),
   ],
 )
-def test_bits_do_not_depend_on_the_company(implementation, dtype):
-  """A sequence alone, batched with another, and packed at offsets 1 and 63."""
-  alone = base(dtype=dtype)
-  inputs, other = make_inputs(alone), make_inputs(base(dtype=dtype, seed=1))
+@pytest.mark.parametrize("T", [130, 128])
+def test_bits_do_not_depend_on_the_company(implementation, dtype, T):
+  """A sequence alone, batched with another, and packed at offsets 1 and 63.
+
+  Of 128 tokens, alone, all chunks are whole, and nothing is masked that packed is.
+  """
+  alone = base(dtype=dtype, T=T)
+  inputs, other = make_inputs(alone), make_inputs(base(dtype=dtype, T=T, seed=1))
   expected = run(alone, implementation, inputs)
 
   batched = {name: np.concatenate([other[name], inputs[name]]) for name in inputs}
-  actual = run(base(dtype=dtype, B=2), implementation, batched)
+  actual = run(base(dtype=dtype, T=T, B=2), implementation, batched)
   assert_same_bits({name: x[1:] for name, x in actual.items()}, expected, "batched")
 
   for offset in (1, 63):

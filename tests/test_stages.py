@@ -27,6 +27,7 @@ STAGES = (
 
 CASES = [
   Case("fixed", T=37, M=2),
+  Case("whole", T=128, M=2, K=32, V=32),  # no rows or columns that the kernels have to mask
   Case("fixed-M1-no-gate", T=37, M=1, gate=None, initial_state=False, K=80, V=20),
   Case("packed-M3", T=60, M=3, cu_seqlens=(0, 5, 5, 40, 57)),
   Case("packed-M4-no-gate", T=40, M=4, cu_seqlens=(0, 1, 33, 40, 40), gate=None, H=4),

@@ -171,6 +171,7 @@ def _fwd_h(
     C=C,
     M=M,
     N=N,
+    whole=cu_seqlens is None and R % (M * C) == 0,
     stride=stride,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
@@ -212,6 +213,7 @@ def _fwd_h_kernel(
   C,
   M,
   N,
+  whole,
   stride,
   block_k,
   block_v,
@@ -228,43 +230,48 @@ def _fwd_h_kernel(
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  v_exists = (v_cols < x_ref.shape[2])[None, :]
+  V = x_ref.shape[2]
+  v_exists = pallas.below(v_cols, V, V % block_v == 0)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
 
   def row_chunk(c, S):
     first_row = start + c * C
     rows = first_row + i
-    valid = (rows < stop)[:, None]
+    valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
     # Beyond the last valid row there is no chunk, and no place to store its state.
-    keep = (lax.rem(c, stride) == 0) & (first_row < stop)
+    is_stored = None if stride == 1 else lax.rem(c, stride) == 0
+    keep = pallas.both(pallas.below(first_row, stop, whole), is_stored)
     state.store(h_ref, slot0 + lax.div(c, stride), S, keep)
     k = [
-      pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
       for cols, exists in k_blocks
     ]
-    x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), valid & v_exists).astype(jnp.float32)
+    x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
+    x = x.astype(jnp.float32)
     if beta_ref is not None:
-      beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
+      beta = pallas.load(beta_ref.at[rows, hv], valid)
     if g_ref is not None:
-      g = pallas.load(g_ref.at[rows, hv], rows < stop)
-      to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
+      g = pallas.load(g_ref.at[rows, hv], valid)
+      to_end, g_last = _to_end(g_ref, g, hv, valid, first_row, stop, C)
     v_new = x
     if w_ref is not None:
       for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
-        w = pallas.load(pallas.tile(w_ref, rows, hv, cols), valid & exists[None, :])
+        w = pallas.load(pallas.tile(w_ref, rows, hv, cols), pallas.mask(valid, exists))
         v_new -= dot(w, S_b.astype(w.dtype))
     elif Ti_ref is not None:
       kS = sum(dot(k_b, S_b.astype(k_b.dtype)) for k_b, S_b in zip(k, S, strict=True))
       if g_ref is not None:
         kS *= jnp.exp2(g)[:, None]
       residual = (beta[:, None] * (x - kS)).astype(Ti_ref.dtype)
-      v_new = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid), residual)
+      v_new = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid)), residual)
       if Ti_low_ref is not None:
-        v_new += dot(pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), valid), residual)
+        v_new += dot(
+          pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), pallas.mask(valid)), residual
+        )
     if v_new_ref is not None:
-      written = (rows < write_stop)[:, None]
-      pallas.store(pallas.tile(v_new_ref, rows, hv, v_cols), v_new, written & v_exists)
+      view = pallas.tile(v_new_ref, rows, hv, v_cols)
+      pallas.store(view, v_new, pallas.mask(written, v_exists))
 
     if g_ref is not None:
       v_new *= to_end[:, None]
@@ -279,7 +286,7 @@ def _fwd_h_kernel(
     state.store(final_ref, jnp.minimum(n, N - 1), S, real)
 
   def zero_state(slot, _):
-    state.store(h_ref, slot, state.load(None, 0, real, block_k, block_v), True)
+    state.store(h_ref, slot, state.load(None, 0, real, block_k, block_v), None)
     return ()
 
   # What the table of chunks has room for and these offsets leave unused.
@@ -376,6 +383,7 @@ def chunk_gated_delta_product_bwd_h(
     C=C,
     M=M,
     N=N,
+    whole=cu_seqlens is None and R % (M * C) == 0,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -403,6 +411,7 @@ def _bwd_h_kernel(
   C,
   M,
   N,
+  whole,
   block_k,
   block_v,
 ):
@@ -414,7 +423,8 @@ def _bwd_h_kernel(
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  v_exists = (v_cols < dv_ref.shape[2])[None, :]
+  V = dv_ref.shape[2]
+  v_exists = pallas.below(v_cols, V, V % block_v == 0)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
   chunks = lax.div(write_stop - start + (C - 1), C)
@@ -423,24 +433,27 @@ def _bwd_h_kernel(
     c = chunks - 1 - step
     first_row = start + c * C
     rows = first_row + i
-    valid = (rows < stop)[:, None]
-    state.store(dh_ref, chunk0 * M + c, dS, first_row < stop)
+    valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
+    state.store(dh_ref, chunk0 * M + c, dS, pallas.below(first_row, stop, whole))
     k = [
-      pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
       for cols, exists in k_blocks
     ]
-    beta = pallas.load(beta_ref.at[rows, hv], rows < stop)
-    dv = pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), valid & v_exists)
+    beta = pallas.load(beta_ref.at[rows, hv], valid)
+    dv = pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
     # The token chunk's own output reads the state that enters its first row chunk; elsewhere the
     # masks make its product 0.
     tokens = lax.div(first_row, M) + i
-    reads = ((tokens < lax.div(stop, M)) & (lax.rem(c, M) == 0))[:, None]
-    do = pallas.load(pallas.tile(do_ref, tokens, hv, v_cols), reads & v_exists)
+    is_first = None if M == 1 else lax.rem(c, M) == 0
+    in_sequence = pallas.below(tokens, lax.div(stop, M), whole)
+    view = pallas.tile(do_ref, tokens, hv, v_cols)
+    do = pallas.load(view, pallas.mask(in_sequence, v_exists, is_first))
     do = do.astype(jnp.float32) * scale
     if g_ref is not None:
-      g = pallas.load(g_ref.at[rows, hv], rows < stop)
-      to_end, g_last = _to_end(g_ref, g, hv, rows, first_row, stop, C)
-      do *= jnp.exp2(pallas.load(g_tokens_ref.at[tokens, hv], reads[:, 0]))[:, None]
+      g = pallas.load(g_ref.at[rows, hv], valid)
+      to_end, g_last = _to_end(g_ref, g, hv, valid, first_row, stop, C)
+      g_t = pallas.load(g_tokens_ref.at[tokens, hv], pallas.both(in_sequence, is_first))
+      do *= jnp.exp2(g_t)[:, None]
     do = do.astype(q_ref.dtype)
 
     kdS = sum(dot(k_b, dS_b.astype(k_b.dtype)) for k_b, dS_b in zip(k, dS, strict=True))
@@ -449,16 +462,18 @@ def _bwd_h_kernel(
       beta *= jnp.exp2(g)
       dS = [dS_b * jnp.exp2(g_last) for dS_b in dS]
     dv_new = (kdS + dv).astype(Ti_ref.dtype)
-    dres = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid), dv_new, trans_a=True)
+    dres = dot(
+      pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid)), dv_new, trans_a=True
+    )
     if Ti_low_ref is not None:
-      Ti_low = pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), valid)
+      Ti_low = pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), pallas.mask(valid))
       dres += dot(Ti_low, dv_new, trans_a=True)
-    written = (rows < write_stop)[:, None]
-    pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, written & v_exists)
+    pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, pallas.mask(written, v_exists))
     dres = (dres * beta[:, None]).astype(k_ref.dtype)
     new = []
     for dS_b, k_b, (cols, exists) in zip(dS, k, k_blocks, strict=True):
-      q = pallas.load(pallas.tile(q_ref, tokens, head, cols), reads & exists[None, :])
+      view = pallas.tile(q_ref, tokens, head, cols)
+      q = pallas.load(view, pallas.mask(in_sequence, exists, is_first))
       new.append(dS_b + dot(q, do, trans_a=True) - dot(k_b, dres, trans_a=True))
     return tuple(new)
 
@@ -491,12 +506,12 @@ class _State:
     return ref.at[index, self.hv, cols[:, None], self.v_cols[None, :]]
 
   def _mask(self, exists, where):
-    return exists[:, None] & self.v_exists & where
+    return pallas.mask(exists, self.v_exists, where)
 
 
-def _to_end(g_ref, g, hv, rows, first_row, stop, C):
+def _to_end(g_ref, g, hv, valid, first_row, stop, C):
   """2^(G_last - G) of each row, 1 past the end, and G_last, at the last valid row."""
   last = jnp.minimum(first_row + C, stop) - 1
-  g_last = pallas.load(g_ref.at[last, hv], first_row < stop)
+  g_last = pallas.load(g_ref.at[last, hv], None if valid is None else first_row < stop)
   # A row past the end was read as G = 0: its exponent would be of no sign.
-  return jnp.exp2(jnp.where(rows < stop, g_last - g, 0.0)), g_last
+  return jnp.exp2(pallas.keep(valid, g_last - g)), g_last

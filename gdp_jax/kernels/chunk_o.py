@@ -71,6 +71,7 @@ def chunk_gated_delta_product_fwd_o(
     scale=K**-0.5 if scale is None else scale,
     C=chunk_size,
     M=M,
+    whole=cu_seqlens is None and T % chunk_size == 0,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -90,6 +91,7 @@ def _fwd_o_kernel(
   scale,
   C,
   M,
+  whole,
   block_k,
   block_v,
 ):
@@ -99,13 +101,15 @@ def _fwd_o_kernel(
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
   i = jnp.arange(C, dtype=jnp.int32)
   tokens = start + i
-  valid = (tokens < stop)[:, None]
+  valid, written = (pallas.below(tokens, end, whole) for end in (stop, write_stop))
+  has_rows = pallas.below(start, stop, whole)
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  v_exists = (v_cols < v_ref.shape[2])[None, :]
+  V = v_ref.shape[2]
+  v_exists = pallas.below(v_cols, V, V % block_v == 0)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
-  causal = valid & (i[:, None] >= i[None, :])
+  causal = pallas.mask(valid, where=i[:, None] >= i[None, :])
   if g_ref is not None:
-    g = pallas.load(g_ref.at[tokens, hv], tokens < stop)
+    g = pallas.load(g_ref.at[tokens, hv], valid)
     decay = pallas.decay(g, g, causal)
   else:
     decay = causal.astype(jnp.float32)
@@ -115,19 +119,19 @@ def _fwd_o_kernel(
   q_tiles = []
   o = jnp.zeros((C, block_v), jnp.float32)
   for cols, exists in k_blocks:
-    q = pallas.load(pallas.tile(q_ref, tokens, head, cols), valid & exists[None, :])
+    q = pallas.load(pallas.tile(q_ref, tokens, head, cols), pallas.mask(valid, exists))
     view = h_ref.at[chunk, hv, cols[:, None], v_cols[None, :]]
-    o += dot(q, pallas.load(view, exists[:, None] & v_exists & (start < stop)))
+    o += dot(q, pallas.load(view, pallas.mask(exists, v_exists, has_rows)))
     q_tiles.append(q)
   if g_ref is not None:
     o *= jnp.exp2(g)[:, None]
 
   def copy(m, o):
     rows = tokens * M + m
-    v = pallas.load(pallas.tile(v_ref, rows, hv, v_cols), valid & v_exists)
+    v = pallas.load(pallas.tile(v_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
     attn = jnp.zeros((C, C), jnp.float32)
     for q, (cols, exists) in zip(q_tiles, k_blocks, strict=True):
-      k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      k = pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
       attn += dot(q, k, trans_b=True)
     # Rounding attn to bf16 would be this stage's largest error: the sum over rows cancels.
     high, low = pallas.split(attn * decay, v.dtype)
@@ -136,7 +140,7 @@ def _fwd_o_kernel(
 
   o = lax.fori_loop(0, M, copy, o)
   view = pallas.tile(o_ref, tokens, hv, v_cols)
-  pallas.store(view, o * scale, (tokens < write_stop)[:, None] & v_exists)
+  pallas.store(view, o * scale, pallas.mask(written, v_exists))
 
 
 def chunk_gated_delta_product_bwd_o(
@@ -207,6 +211,7 @@ def chunk_gated_delta_product_bwd_o(
     scale=K**-0.5 if scale is None else scale,
     C=chunk_size,
     M=M,
+    whole=cu_seqlens is None and T % chunk_size == 0,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -232,6 +237,7 @@ def _bwd_o_kernel(
   scale,
   C,
   M,
+  whole,
   block_k,
   block_v,
 ):
@@ -241,21 +247,31 @@ def _bwd_o_kernel(
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
   i = jnp.arange(C, dtype=jnp.int32)
   tokens = start + i
-  valid, written = (tokens < stop)[:, None], (tokens < write_stop)[:, None]
+  valid, written = (pallas.below(tokens, end, whole) for end in (stop, write_stop))
+  has_rows = pallas.below(start, stop, whole)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   V = v_ref.shape[2]
-  causal = valid & (i[:, None] >= i[None, :])
+  causal = pallas.mask(valid, where=i[:, None] >= i[None, :])
   if g_ref is None:
     E, into = scale * causal.astype(jnp.float32), scale
   else:
-    g = pallas.load(g_ref.at[tokens, hv], tokens < stop)
+    g = pallas.load(g_ref.at[tokens, hv], valid)
     E, into = scale * pallas.decay(g, g, causal), (scale * jnp.exp2(g))[:, None]
 
   def q_tile(cols, exists):
-    return pallas.load(pallas.tile(q_ref, tokens, head, cols), valid & exists[None, :])
+    return pallas.load(pallas.tile(q_ref, tokens, head, cols), pallas.mask(valid, exists))
+
+  def k_tile(rows, cols, exists):
+    return pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
 
   def do_tile(cols, exists):
-    return pallas.load(pallas.tile(do_ref, tokens, hv, cols), valid & exists[None, :])
+    return pallas.load(pallas.tile(do_ref, tokens, hv, cols), pallas.mask(valid, exists))
+
+  # Heads of one block: a tile is loaded once, not for each product that takes it.
+  one_block = len(k_blocks) == len(pallas.blocks(V, block_v)) == 1
+  if one_block:
+    q, do = q_tile(*k_blocks[0]), do_tile(*pallas.blocks(V, block_v)[0])
+    q_tile, do_tile = lambda *_: q, lambda *_: do
 
   # What the state adds to o. A chunk of padding has no state: see the forward kernel.
   slot = jnp.minimum(c * M, h_ref.shape[0] - 1)
@@ -264,7 +280,7 @@ def _bwd_o_kernel(
 
     def add_state(v_cols, v_exists, dq_b, k_cols=k_cols, k_exists=k_exists):
       view = h_ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
-      h = pallas.load(view, k_exists[:, None] & v_exists[None, :] & (start < stop))
+      h = pallas.load(view, pallas.mask(k_exists, v_exists, has_rows))
       return dq_b + dot(do_tile(v_cols, v_exists), h, trans_b=True)
 
     dq_b = pallas.over_blocks(V, block_v, add_state, jnp.zeros((C, block_k), jnp.float32))
@@ -278,16 +294,16 @@ def _bwd_o_kernel(
     rows = tokens * M + m
     P = jnp.zeros((C, C), jnp.float32)
     for cols, exists in k_blocks:
-      k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      k = k_tile(rows, cols, exists)
       P += dot(q_tile(cols, exists), k, trans_b=True)
     P *= E
     P_rounded = P.astype(do_ref.dtype)
 
     def values(cols, exists, dP):
-      v = pallas.load(pallas.tile(v_ref, rows, hv, cols), valid & exists[None, :])
+      v = pallas.load(pallas.tile(v_ref, rows, hv, cols), pallas.mask(valid, exists))
       do = do_tile(cols, exists)
       dv = dot(P_rounded, do, trans_a=True)
-      pallas.store(pallas.tile(dv_ref, rows, hv, cols), dv, written & exists[None, :])
+      pallas.store(pallas.tile(dv_ref, rows, hv, cols), dv, pallas.mask(written, exists))
       return dP + dot(do, v, trans_b=True)
 
     dP = pallas.over_blocks(V, block_v, values, jnp.zeros((C, C), jnp.float32))
@@ -298,14 +314,15 @@ def _bwd_o_kernel(
     dA = (dP * E).astype(k_ref.dtype)
     new = []
     for dq_b, (cols, exists) in zip(dq, k_blocks, strict=True):
-      k = pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+      if not one_block:
+        k = k_tile(rows, cols, exists)
       new.append(dq_b + dot(dA, k))
       dk = dot(dA, q_tile(cols, exists), trans_a=True)
-      pallas.store(pallas.tile(dk_ref, rows, hv, cols), dk, written & exists[None, :])
+      pallas.store(pallas.tile(dk_ref, rows, hv, cols), dk, pallas.mask(written, exists))
     return tuple(new), dG
 
   dq, dG = lax.fori_loop(0, M, copy, (tuple(dq), dG))
   for dq_b, (cols, exists) in zip(dq, k_blocks, strict=True):
-    pallas.store(pallas.tile(dq_ref, tokens, hv, cols), dq_b, written & exists[None, :])
+    pallas.store(pallas.tile(dq_ref, tokens, hv, cols), dq_b, pallas.mask(written, exists))
   if g_ref is not None:
-    pallas.store(dg_ref.at[tokens, hv], pallas.sum_from(dG), tokens < write_stop)
+    pallas.store(dg_ref.at[tokens, hv], pallas.sum_from(dG), written)

@@ -47,6 +47,7 @@ def chunk_local_cumsum(
     implementation=implementation,
     name="gdp_chunk_local_cumsum",
     C=chunk_size,
+    whole=cu_seqlens is None and L % chunk_size == 0,
   )
   return out.reshape(B, L, HV)
 
@@ -57,15 +58,17 @@ def _cumsum_kernel(
   out_ref,  # [B*L, HV]
   *,
   C,
+  whole,
 ):
   """A program owns one chunk and 16 heads."""
   c, block = pallas.program_id(0), pallas.program_id(1)
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
-  rows = start + jnp.arange(C, dtype=jnp.int32)[:, None]
-  heads = block * _BLOCK_H + jnp.arange(_BLOCK_H, dtype=jnp.int32)[None, :]
-  exists = heads < g_ref.shape[1]
-  view = lambda ref: ref.at[rows, heads]
-  g = pallas.load(view(g_ref), (rows < stop) & exists).astype(jnp.float32) * LOG2_E
+  rows = start + jnp.arange(C, dtype=jnp.int32)
+  valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
+  heads = block * _BLOCK_H + jnp.arange(_BLOCK_H, dtype=jnp.int32)
+  exists = pallas.below(heads, g_ref.shape[1], g_ref.shape[1] % _BLOCK_H == 0)
+  view = lambda ref: ref.at[rows[:, None], heads[None, :]]
+  g = pallas.load(view(g_ref), pallas.mask(valid, exists)).astype(jnp.float32) * LOG2_E
   # The sum over padding is never seen, but a NaN there would be: it is masked by the load.
   total = lax.cumsum(jnp.maximum(g, LOG2_ZERO), axis=0)
-  pallas.store(view(out_ref), jnp.where(rows < stop, total, 0.0), (rows < write_stop) & exists)
+  pallas.store(view(out_ref), pallas.keep(pallas.mask(valid), total), pallas.mask(written, exists))

@@ -6,6 +6,7 @@ which of its elements exist; the others are read as 0 and never written.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -93,8 +94,35 @@ def tile(ref, rows, head, cols):
   return ref.at[rows[:, None], head, cols[None, :]]
 
 
+def below(index, end, whole):
+  """The mask index < end, or None where `whole`: where shapes say that it always is so.
+
+  A mask costs instructions at each load.
+  """
+  return None if whole else index < end
+
+
+def both(*masks):
+  """What all masks allow; None allows everything."""
+  given = [mask for mask in masks if mask is not None]
+  return functools.reduce(operator.and_, given) if given else None
+
+
+def mask(rows=None, cols=None, where=None):
+  """The mask of a tile, of those of its rows and of its columns."""
+  return both(
+    None if rows is None else rows[:, None], None if cols is None else cols[None, :], where
+  )
+
+
+def keep(mask, x):
+  """x where the mask says so, else 0."""
+  return x if mask is None else jnp.where(mask, x, 0.0)
+
+
 def load(view, mask, *, eviction_policy=None):
-  return plt.load(view, mask=mask, other=0, eviction_policy=eviction_policy)
+  other = None if mask is None else 0
+  return plt.load(view, mask=mask, other=other, eviction_policy=eviction_policy)
 
 
 def store(view, value, mask):
@@ -133,7 +161,7 @@ def split(a, dtype):
 def blocks(size, block):
   """Column indices [block] of each block of an axis, and which of them exist."""
   cols = [i * block + jnp.arange(block, dtype=jnp.int32) for i in range(pl.cdiv(size, block))]
-  return [(c, c < size) for c in cols]
+  return [(c, below(c, size, size % block == 0)) for c in cols]
 
 
 def over_blocks(size, block, body, carry):
@@ -144,7 +172,7 @@ def over_blocks(size, block, body, carry):
 
   def step(i, carry):
     cols = i * block + jnp.arange(block, dtype=jnp.int32)
-    return body(cols, cols < size, carry)
+    return body(cols, below(cols, size, size % block == 0), carry)
 
   if size <= block:
     return step(0, carry)

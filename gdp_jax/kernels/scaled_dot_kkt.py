@@ -56,6 +56,7 @@ def chunk_scaled_dot_kkt_fwd(
     name="gdp_chunk_scaled_dot_kkt_fwd",
     dot=None,
     C=chunk_size,
+    whole=cu_seqlens is None and R % chunk_size == 0,
     block_k=cfg.block_k,
   )
   return A.reshape(B, R, HV, chunk_size)
@@ -70,6 +71,7 @@ def _kkt_kernel(
   *,
   dot,
   C,
+  whole,
   block_k,
 ):
   """A program owns one row chunk of one value head."""
@@ -78,19 +80,19 @@ def _kkt_kernel(
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
   i = jnp.arange(C, dtype=jnp.int32)
   rows = start + i
-  valid = rows < stop
+  valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
 
   beta = pallas.load(beta_ref.at[rows, hv], valid).astype(jnp.float32)
   if g_ref is not None:
     g = pallas.load(g_ref.at[rows, hv], valid)
   A = jnp.zeros((C, C), jnp.float32)
   for cols, exists in pallas.blocks(k_ref.shape[2], block_k):
-    k = pallas.load(pallas.tile(k_ref, rows, h, cols), valid[:, None] & exists[None, :])
+    k = pallas.load(pallas.tile(k_ref, rows, h, cols), pallas.mask(valid, exists))
     A += dot(k, k, trans_b=True)
   A *= beta[:, None]
-  lower = valid[:, None] & (i[:, None] > i[None, :])
+  lower = pallas.mask(valid, where=i[:, None] > i[None, :])
   if g_ref is None:
     A = jnp.where(lower, A, 0.0)
   else:
     A *= pallas.decay(g, g, lower)
-  pallas.store(pallas.tile(A_ref, rows, hv, i), A, (rows < write_stop)[:, None])
+  pallas.store(pallas.tile(A_ref, rows, hv, i), A, pallas.mask(written))

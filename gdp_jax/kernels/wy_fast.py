@@ -62,6 +62,7 @@ def recompute_w_u_fwd(
     name="gdp_recompute_w_u_fwd",
     dot=None,
     C=C,
+    whole=cu_seqlens is None and R % C == 0,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -80,6 +81,7 @@ def _w_u_kernel(
   *,
   dot,
   C,
+  whole,
   block_k,
   block_v,
 ):
@@ -89,20 +91,20 @@ def _w_u_kernel(
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
   i = jnp.arange(C, dtype=jnp.int32)
   rows = start + i
-  valid, written = (rows < stop)[:, None], (rows < write_stop)[:, None]
-  Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), valid)
-  beta = pallas.load(beta_ref.at[rows, hv], rows < stop).astype(jnp.float32)[:, None]
+  valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
+  Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid))
+  beta = pallas.load(beta_ref.at[rows, hv], valid).astype(jnp.float32)[:, None]
 
   def product(x_ref, head, block, factor, out_ref):
     for cols, exists in pallas.blocks(x_ref.shape[2], block):
-      x = pallas.load(pallas.tile(x_ref, rows, head, cols), valid & exists[None, :])
+      x = pallas.load(pallas.tile(x_ref, rows, head, cols), pallas.mask(valid, exists))
       x = (x.astype(jnp.float32) * factor).astype(x_ref.dtype)
       out = dot(Ti.astype(x.dtype), x)
-      pallas.store(pallas.tile(out_ref, rows, hv, cols), out, written & exists[None, :])
+      pallas.store(pallas.tile(out_ref, rows, hv, cols), out, pallas.mask(written, exists))
 
   product(v_ref, hv, block_v, beta, u_ref)
   if g_ref is not None:
-    beta = beta * jnp.exp2(pallas.load(g_ref.at[rows, hv], rows < stop))[:, None]
+    beta = beta * jnp.exp2(pallas.load(g_ref.at[rows, hv], valid))[:, None]
   product(k_ref, h, block_k, beta, w_ref)
 
 
@@ -185,6 +187,7 @@ def chunk_gated_delta_product_bwd_wy(
     dot=None,
     C=chunk_size,
     M=M,
+    whole=cu_seqlens is None and R % (M * chunk_size) == 0,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -212,6 +215,7 @@ def _bwd_wy_kernel(
   dot,
   C,
   M,
+  whole,
   block_k,
   block_v,
 ):
@@ -223,49 +227,54 @@ def _bwd_wy_kernel(
   start = first + m * C
   i = jnp.arange(C, dtype=jnp.int32)
   rows = start + i
-  is_valid = rows < stop
-  valid, written = is_valid[:, None], (rows < write_stop)[:, None]
+  valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
+  has_rows = pallas.below(start, stop, whole)
   K, V = k_ref.shape[2], v_ref.shape[2]
-  beta = pallas.load(beta_ref.at[rows, hv], is_valid)
+  beta = pallas.load(beta_ref.at[rows, hv], valid)
   if g_ref is not None:
-    g = pallas.load(g_ref.at[rows, hv], is_valid)
-    g_last = pallas.load(g_ref.at[jnp.minimum(start + C, stop) - 1, hv], start < stop)
+    g = pallas.load(g_ref.at[rows, hv], valid)
+    g_last = pallas.load(g_ref.at[jnp.minimum(start + C, stop) - 1, hv], has_rows)
 
   def load_v(ref, cols, exists):
-    return pallas.load(pallas.tile(ref, rows, hv, cols), valid & exists[None, :])
+    return pallas.load(pallas.tile(ref, rows, hv, cols), pallas.mask(valid, exists))
 
   def load_k(cols, exists):
-    return pallas.load(pallas.tile(k_ref, rows, head, cols), valid & exists[None, :])
+    return pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
 
   def values(cols, exists, carry):
-    dA, dbeta = carry
+    minus_dA, dbeta = carry
     dres, v_new, v = (load_v(ref, cols, exists) for ref in (dres_ref, v_new_ref, v_ref))
-    dA -= dot(dres, v_new, trans_b=True)
+    minus_dA += dot(dres, v_new, trans_b=True)  # a product adds to what there is, for nothing
     dres = dres.astype(jnp.float32)
     dbeta += jnp.sum(dres * v.astype(jnp.float32), axis=1)
     view = pallas.tile(dv_ref, rows, hv, cols)
-    pallas.store(view, beta[:, None] * dres, written & exists[None, :])
-    return dA, dbeta
+    pallas.store(view, beta[:, None] * dres, pallas.mask(written, exists))
+    return minus_dA, dbeta
 
   def keys(cols, exists, kk):
     k = load_k(cols, exists)
     return kk + dot(k, k, trans_b=True)
 
   square, row = jnp.zeros((C, C), jnp.float32), jnp.zeros((C,), jnp.float32)
-  dA, dbeta = pallas.over_blocks(V, block_v, values, (square, row))
+  minus_dA, dbeta = pallas.over_blocks(V, block_v, values, (square, row))
   kk = pallas.over_blocks(K, block_k, keys, square)
 
-  lower = valid & (i[:, None] > i[None, :])
+  lower = pallas.mask(valid, where=i[:, None] > i[None, :])
   if g_ref is None:
     from_start = to_end = jnp.ones((C,), jnp.float32)
-    W = jnp.where(lower, dA, 0.0)
+    W = jnp.where(lower, -minus_dA, 0.0)
   else:
     from_start = jnp.exp2(g)
-    to_end = jnp.exp2(jnp.where(is_valid, g_last - g, 0.0))
-    W = dA * pallas.decay(g, g, lower)
+    to_end = jnp.exp2(pallas.keep(valid, g_last - g))
+    W = -minus_dA * pallas.decay(g, g, lower)
   dbeta += jnp.sum(W * kk, axis=1)
   W *= beta[:, None]
-  Z = W * kk
+  if g_ref is not None:
+    # Rows of one token have no decay between them: such pairs are left out of the sums, in which
+    # they would only cancel.
+    token = lax.div(rows - first, M)
+    Z = jnp.where(token[:, None] != token[None, :], W * kk, 0.0)
+    dG = jnp.sum(Z, axis=1) - jnp.sum(Z, axis=0)
   W = W.astype(k_ref.dtype)
 
   # A row chunk of padding, and one behind its token chunk's last row, has no state.
@@ -276,7 +285,7 @@ def _bwd_wy_kernel(
 
     def products(v_cols, v_exists, carry):
       via_dS, via_S, product = carry
-      exists = k_exists[:, None] & v_exists[None, :] & (start < stop)
+      exists = pallas.mask(k_exists, v_exists, has_rows)
       view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
       S, dS = pallas.load(view(h_ref), exists), pallas.load(view(dh_ref), exists)
       v_new, dres = (load_v(ref, v_cols, v_exists) for ref in (v_new_ref, dres_ref))
@@ -287,28 +296,24 @@ def _bwd_wy_kernel(
       return via_dS, via_S, product
 
     k = load_k(k_cols, k_exists)
-    dk = pallas.load(pallas.tile(dk_in_ref, rows, hv, k_cols), valid & k_exists[None, :])
+    dk = pallas.load(pallas.tile(dk_in_ref, rows, hv, k_cols), pallas.mask(valid, k_exists))
     zeros = jnp.zeros((C, block_k), jnp.float32)
     via_dS, via_S, product = pallas.over_blocks(V, block_v, products, (zeros, zeros, product))
     y += jnp.sum(k.astype(jnp.float32) * via_dS, axis=1)
     z += jnp.sum(k.astype(jnp.float32) * via_S, axis=1)
     dk = dk.astype(jnp.float32) + to_end[:, None] * via_dS - (beta * from_start)[:, None] * via_S
-    dk += dot(W, k) + dot(W, k, trans_a=True)
-    pallas.store(pallas.tile(dk_ref, rows, hv, k_cols), dk, written & k_exists[None, :])
+    dk += dot(W, k)
+    dk += dot(W, k, trans_a=True)
+    pallas.store(pallas.tile(dk_ref, rows, hv, k_cols), dk, pallas.mask(written, k_exists))
     return y, z, product
 
   y, z, product = pallas.over_blocks(K, block_k, through_states, (row, row, jnp.float32(0.0)))
   z *= from_start
-  pallas.store(dbeta_ref.at[rows, hv], dbeta - z, rows < write_stop)
+  pallas.store(dbeta_ref.at[rows, hv], dbeta - z, written)
 
   if g_ref is not None:
-    # Rows of one token have no decay between them: such pairs are left out of the sums, in which
-    # they would only cancel.
-    token = lax.div(rows - first, M)
     last_token = lax.div(jnp.minimum(start + C, stop) - 1 - first, M)
-    Z = jnp.where(token[:, None] != token[None, :], Z, 0.0)
-    y = jnp.where(is_valid & (token != last_token), to_end * y, 0.0)
-    dG = jnp.sum(Z, axis=1) - jnp.sum(Z, axis=0) - beta * z - y
+    y = jnp.where(pallas.both(valid, token != last_token), to_end * y, 0.0)
     end = jnp.sum(y) + jnp.exp2(g_last) * product
-    dg = jnp.where(is_valid, pallas.sum_from(dG) + end, 0.0)
-    pallas.store(dg_ref.at[rows, hv], dg, rows < write_stop)
+    dg = pallas.keep(valid, pallas.sum_from(dG - beta * z - y) + end)
+    pallas.store(dg_ref.at[rows, hv], dg, written)
