@@ -126,17 +126,19 @@ def _fused_recurrent_kernel(
   head = lax.div(hv, HV // q_ref.shape[2])
   k_cols = jnp.arange(block_k, dtype=jnp.int32)
   v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  k_exists, v_exists = k_cols < K, v_cols < V
+  k_exists = pallas.below(k_cols, K, block_k == K)
+  v_exists = pallas.below(v_cols, V, V % block_v == 0)
   if indices_ref is None:
-    slot, live = n, True
+    slot, live = n, None
   else:
     slot = pallas.load_scalar(indices_ref, n)
     live = (slot >= 0) & (slot < state_ref.shape[0])
     slot = jnp.where(live, slot, 0)
-  tile_exists = k_exists[:, None] & v_exists[None, :] & live
+  tile_exists = pallas.mask(k_exists, v_exists, live)
 
   def vector(ref, row, head, cols, exists, **policy):
-    return pallas.load(ref.at[n, row, head, cols], exists & live, **policy).astype(jnp.float32)
+    x = pallas.load(ref.at[n, row, head, cols], pallas.both(exists, live), **policy)
+    return x.astype(jnp.float32)
 
   def key(ref, row, **policy):
     return vector(ref, row, head, k_cols, k_exists, **policy)
@@ -171,7 +173,7 @@ def _fused_recurrent_kernel(
     S = S.astype(state_dtype).astype(jnp.float32)
     if states_ref is not None:
       view = states_ref.at[n, t, hv, k_cols[:, None], v_cols[None, :]]
-      pallas.store(view, S, k_exists[:, None] & v_exists[None, :])
+      pallas.store(view, S, pallas.mask(k_exists, v_exists))
     return S
 
   view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
