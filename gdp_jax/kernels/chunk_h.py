@@ -469,12 +469,13 @@ def _bwd_h_kernel(
       Ti_low = pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), pallas.mask(valid))
       dres += dot(Ti_low, dv_new, trans_a=True)
     pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, pallas.mask(written, v_exists))
-    dres = (dres * beta[:, None]).astype(k_ref.dtype)
+    minus_dres = (dres * -beta[:, None]).astype(k_ref.dtype)  # a product adds for nothing
     new = []
     for dS_b, k_b, (cols, exists) in zip(dS, k, k_blocks, strict=True):
       view = pallas.tile(q_ref, tokens, head, cols)
       q = pallas.load(view, pallas.mask(in_sequence, exists, is_first))
-      new.append(dS_b + dot(q, do, trans_a=True) - dot(k_b, dres, trans_a=True))
+      dS_b += dot(q, do, trans_a=True)
+      new.append(dS_b + dot(k_b, minus_dres, trans_a=True))
     return tuple(new)
 
   dS = state.load(dfinal_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
