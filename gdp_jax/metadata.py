@@ -219,6 +219,11 @@ def segment_ids_to_cu_seqlens(segment_ids: jax.Array | np.ndarray, max_segments:
   return jnp.nonzero(starts, size=max_segments + 1, fill_value=end)[0].astype(jnp.int32)
 
 
+def all_whole(length: int, chunk_size: int, cu_seqlens: jax.Array | None) -> bool:
+  """Whether shapes say that no row of any chunk lies past its sequence's end."""
+  return cu_seqlens is None and length % chunk_size == 0
+
+
 def on_tokens(of_sequence: jax.Array, T: int, cu_seqlens: jax.Array | None) -> jax.Array:
   """Values of the sequences [N] on their tokens: [B, T]."""
   if cu_seqlens is None:

@@ -156,20 +156,15 @@ def sharded_gated_delta_product(
       " as sequence_axis, or give each device a packed row of its own in a jax.shard_map around"
       f" gdp_jax.chunk_gated_delta_product; got {batch_axis=}"
     )
-  _check_divides(mesh, "batch_axis", batch_axis, B=q.shape[0])
-  _check_divides(mesh, "head_axis", head_axis, H=q.shape[2])
-  if state is not None:
-    if sequence_axis is not None:
-      raise NotImplementedError(
-        "state, a pool, cannot be combined with sequence_axis: pass initial_state and"
-        f" output_final_state; got {sequence_axis=}"
-      )
-    _check_slots(mesh, batch_axis, state.shape[0], state_indices)
-
+  if state is not None and sequence_axis is not None:
+    raise NotImplementedError(
+      "state, a pool, cannot be combined with sequence_axis: pass initial_state and"
+      f" output_final_state; got {sequence_axis=}"
+    )
   arrays = dict(
     q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, state=state, state_indices=slots
   )
-  _check_placement(arrays, _specs(**axes))
+  _check_arrays(mesh, axes, arrays, state_indices, B=q.shape[0])
   return _sharded(
     arrays, cu_seqlens, mesh=mesh, **axes,
     num_householder=int(num_householder),
@@ -248,15 +243,10 @@ def sharded_fused_recurrent_gated_delta_product(
   mesh = _default_mesh(mesh, q)
   axes = dict(batch_axis=batch_axis, head_axis=head_axis)
   _check_axes(mesh, axes, "fused_recurrent_gated_delta_product")
-  _check_divides(mesh, "batch_axis", batch_axis, N=q.shape[0])
-  _check_divides(mesh, "head_axis", head_axis, H=q.shape[2])
-  if state is not None:
-    _check_slots(mesh, batch_axis, state.shape[0], state_indices)
-
   arrays = dict(
     q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state, state=state, state_indices=slots
   )
-  _check_placement(arrays, _specs(**axes))
+  _check_arrays(mesh, axes, arrays, state_indices, N=q.shape[0])
   o, new_state, states = _sharded(
     arrays, None, mesh=mesh, **axes, decode=True,
     num_householder=int(num_householder),
@@ -529,6 +519,18 @@ def _check_axes(mesh, axes, plain):
   if not seen:
     raise ValueError(f"one of {', '.join(axes)} must be given, got none: gdp_jax.{plain} splits"
                      " nothing")  # fmt: skip
+
+
+def _check_arrays(mesh, axes, arrays, given_indices, **rows):
+  """Raises unless arrays can be cut along the axes, by argument, and lie as is needed for that.
+
+  `given_indices` are state_indices as the user gave them, whose values can be seen on the host.
+  """
+  _check_divides(mesh, "batch_axis", axes["batch_axis"], **rows)
+  _check_divides(mesh, "head_axis", axes["head_axis"], H=arrays["q"].shape[2])
+  if arrays["state"] is not None:
+    _check_slots(mesh, axes["batch_axis"], arrays["state"].shape[0], given_indices)
+  _check_placement(arrays, _specs(**axes))
 
 
 def _check_divides(mesh, argument, axis, **sizes):

@@ -171,7 +171,7 @@ def _fwd_h(
     C=C,
     M=M,
     N=N,
-    whole=cu_seqlens is None and R % (M * C) == 0,
+    whole=metadata.all_whole(R, M * C, cu_seqlens),
     stride=stride,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
@@ -229,9 +229,7 @@ def _fwd_h_kernel(
   slot0 = chunk0 * (M // stride)
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
-  v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  V = x_ref.shape[2]
-  v_exists = pallas.below(v_cols, V, V % block_v == 0)
+  v_cols, v_exists = pallas.columns(block, x_ref.shape[2], block_v)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
 
@@ -383,7 +381,7 @@ def chunk_gated_delta_product_bwd_h(
     C=C,
     M=M,
     N=N,
-    whole=cu_seqlens is None and R % (M * C) == 0,
+    whole=metadata.all_whole(R, M * C, cu_seqlens),
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -422,9 +420,7 @@ def _bwd_h_kernel(
   start, stop, write_stop, chunk0 = (pallas.load_scalar(bounds_ref, n, i) for i in range(4))
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
-  v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  V = dv_ref.shape[2]
-  v_exists = pallas.below(v_cols, V, V % block_v == 0)
+  v_cols, v_exists = pallas.columns(block, dv_ref.shape[2], block_v)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
   chunks = lax.div(write_stop - start + (C - 1), C)

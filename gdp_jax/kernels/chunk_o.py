@@ -71,7 +71,7 @@ def chunk_gated_delta_product_fwd_o(
     scale=K**-0.5 if scale is None else scale,
     C=chunk_size,
     M=M,
-    whole=cu_seqlens is None and T % chunk_size == 0,
+    whole=metadata.all_whole(T, chunk_size, cu_seqlens),
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -103,9 +103,7 @@ def _fwd_o_kernel(
   tokens = start + i
   valid, written = (pallas.below(tokens, end, whole) for end in (stop, write_stop))
   has_rows = pallas.below(start, stop, whole)
-  v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  V = v_ref.shape[2]
-  v_exists = pallas.below(v_cols, V, V % block_v == 0)
+  v_cols, v_exists = pallas.columns(block, v_ref.shape[2], block_v)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   causal = pallas.mask(valid, where=i[:, None] >= i[None, :])
   if g_ref is not None:
@@ -211,7 +209,7 @@ def chunk_gated_delta_product_bwd_o(
     scale=K**-0.5 if scale is None else scale,
     C=chunk_size,
     M=M,
-    whole=cu_seqlens is None and T % chunk_size == 0,
+    whole=metadata.all_whole(T, chunk_size, cu_seqlens),
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )

@@ -47,7 +47,7 @@ def chunk_local_cumsum(
     implementation=implementation,
     name="gdp_chunk_local_cumsum",
     C=chunk_size,
-    whole=cu_seqlens is None and L % chunk_size == 0,
+    whole=metadata.all_whole(L, chunk_size, cu_seqlens),
   )
   return out.reshape(B, L, HV)
 
@@ -65,8 +65,7 @@ def _cumsum_kernel(
   start, stop, write_stop = (pallas.load_scalar(bounds_ref, c, i) for i in range(3))
   rows = start + jnp.arange(C, dtype=jnp.int32)
   valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
-  heads = block * _BLOCK_H + jnp.arange(_BLOCK_H, dtype=jnp.int32)
-  exists = pallas.below(heads, g_ref.shape[1], g_ref.shape[1] % _BLOCK_H == 0)
+  heads, exists = pallas.columns(block, g_ref.shape[1], _BLOCK_H)
   view = lambda ref: ref.at[rows[:, None], heads[None, :]]
   g = pallas.load(view(g_ref), pallas.mask(valid, exists)).astype(jnp.float32) * LOG2_E
   # The sum over padding is never seen, but a NaN there would be: it is masked by the load.

@@ -124,10 +124,8 @@ def _fused_recurrent_kernel(
   block, program = lax.rem(program, v_blocks), lax.div(program, v_blocks)
   hv, n = lax.rem(program, HV), lax.div(program, HV)
   head = lax.div(hv, HV // q_ref.shape[2])
-  k_cols = jnp.arange(block_k, dtype=jnp.int32)
-  v_cols = block * block_v + jnp.arange(block_v, dtype=jnp.int32)
-  k_exists = pallas.below(k_cols, K, block_k == K)
-  v_exists = pallas.below(v_cols, V, V % block_v == 0)
+  k_cols, k_exists = pallas.columns(0, K, block_k)
+  v_cols, v_exists = pallas.columns(block, V, block_v)
   if indices_ref is None:
     slot, live = n, None
   else:

@@ -158,10 +158,15 @@ def split(a, dtype):
   return high, (a - high.astype(jnp.float32)).astype(dtype)
 
 
+def columns(i, size, block):
+  """Indices [block] of the i-th block of an axis, and the mask of those that exist."""
+  cols = i * block + jnp.arange(block, dtype=jnp.int32)
+  return cols, below(cols, size, size % block == 0)
+
+
 def blocks(size, block):
-  """Column indices [block] of each block of an axis, and which of them exist."""
-  cols = [i * block + jnp.arange(block, dtype=jnp.int32) for i in range(pl.cdiv(size, block))]
-  return [(c, below(c, size, size % block == 0)) for c in cols]
+  """The `columns` of each block of an axis."""
+  return [columns(i, size, block) for i in range(pl.cdiv(size, block))]
 
 
 def over_blocks(size, block, body, carry):
@@ -171,8 +176,7 @@ def over_blocks(size, block, body, carry):
   """
 
   def step(i, carry):
-    cols = i * block + jnp.arange(block, dtype=jnp.int32)
-    return body(cols, below(cols, size, size % block == 0), carry)
+    return body(*columns(i, size, block), carry)
 
   if size <= block:
     return step(0, carry)

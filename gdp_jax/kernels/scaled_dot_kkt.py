@@ -56,7 +56,7 @@ def chunk_scaled_dot_kkt_fwd(
     name="gdp_chunk_scaled_dot_kkt_fwd",
     dot=None,
     C=chunk_size,
-    whole=cu_seqlens is None and R % chunk_size == 0,
+    whole=metadata.all_whole(R, chunk_size, cu_seqlens),
     block_k=cfg.block_k,
   )
   return A.reshape(B, R, HV, chunk_size)

@@ -62,7 +62,7 @@ def recompute_w_u_fwd(
     name="gdp_recompute_w_u_fwd",
     dot=None,
     C=C,
-    whole=cu_seqlens is None and R % C == 0,
+    whole=metadata.all_whole(R, C, cu_seqlens),
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -187,7 +187,7 @@ def chunk_gated_delta_product_bwd_wy(
     dot=None,
     C=chunk_size,
     M=M,
-    whole=cu_seqlens is None and R % (M * chunk_size) == 0,
+    whole=metadata.all_whole(R, M * chunk_size, cu_seqlens),
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
