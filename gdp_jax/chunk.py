@@ -196,8 +196,9 @@ def _kernels(static, *args):
 
 
 def _kernels_fwd(static, *args):
-  # Kept: the inputs, and in bf16 Ti and v_new, 2 C + 2 V bytes a row and value head (V = 128: 384).
-  # Recomputed from these: the states of the row chunks, which would be 2 K V / C = 512 bytes more.
+  # Kept: the inputs, and in bf16 Ti, v_new and the token chunks' states, 2 C + 2 V + 2 K V / (C M)
+  # bytes a row and value head: 640 for K = V = 128 and M = 2. Recomputed from these: the states of
+  # the row chunks, 2 K V / C = 512.
   *out, kept = _dispatch(_forward, static, *args)
   return tuple(out), (args, kept)
 
@@ -236,30 +237,23 @@ def _forward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens):
   at = _Layout(static, stages, q, g, cu_seqlens)
   beta = beta.astype(jnp.float32)
   A = stages.chunk_scaled_dot_kkt_fwd(k, at.g_rows, beta, **at.row_chunks)
-  if k.dtype == jnp.float32:
-    Ti, Ti_low = stages.solve_tril(A, **at.row_chunks), None
-  else:
-    # The inverse amplifies errors: it is kept to 16 bits, as the sum of two arrays.
-    Ti, Ti_low = stages.solve_tril(
-      A, output_dtype=k.dtype, allow_tf32=True, output_low=True, **at.row_chunks
-    )
+  Ti = stages.solve_tril(
+    A, output_dtype=k.dtype, allow_tf32=k.dtype != jnp.float32, **at.row_chunks
+  )
   h, v_new, final_state = stages.chunk_gated_delta_product_fwd_wy_h(
-    k, v, beta, Ti, at.g_rows, initial_state, static.output_final_state, A_low=Ti_low, **at.rows
+    k, v, beta, Ti, at.g_rows, initial_state, static.output_final_state, **at.rows
   )
   o = stages.chunk_gated_delta_product_fwd_o(
     q, k, v_new, h, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
   )
-  return o, final_state, h if static.output_chunk_states else None, (Ti, v_new)
+  return o, final_state, h if static.output_chunk_states else None, (Ti, v_new, h)
 
 
 def _backward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens, kept, do, dfinal_state):
   """Gradients of q, k, v, g, beta and initial_state, each in its primal's dtype."""
   at = _Layout(static, stages, q, g, cu_seqlens)
-  Ti, v_new = kept
+  Ti, v_new, h = kept
   wide_beta = beta.astype(jnp.float32)
-  h = stages.chunk_gated_delta_product_states(
-    k, v_new, at.g_rows, initial_state, Ti.shape[-1], **at.rows
-  )
   dq, dk, dv, dg_tokens = stages.chunk_gated_delta_product_bwd_o(
     q, k, v_new, h, do, at.g_tokens, static.scale, num_householder=at.M, **at.token_chunks
   )
@@ -267,8 +261,11 @@ def _backward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens, kept,
     q, k, wide_beta, Ti, do, dv, at.g_rows, at.g_tokens, static.scale, dfinal_state,
     initial_state is not None, **at.rows,
   )  # fmt: skip
+  states = stages.chunk_gated_delta_product_states(
+    k, v_new, h, at.g_rows, Ti.shape[-1], **at.rows
+  )
   dk, dv, dbeta, dg_rows = stages.chunk_gated_delta_product_bwd_wy(
-    k, v, wide_beta, h, v_new, dh, dres, dk, at.g_rows, chunk_size=Ti.shape[-1], **at.rows
+    k, v, wide_beta, states, v_new, dh, dres, dk, at.g_rows, chunk_size=Ti.shape[-1], **at.rows
   )
   dg = None
   if g is not None:

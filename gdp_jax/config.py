@@ -14,12 +14,14 @@ class Config:
     block_v: columns of V that one program works on, likewise.
     num_warps: warps of 32 threads of a program.
     num_stages: depth of the loads' software pipeline.
+    unroll: row chunks that a sweep takes in one step, a divisor of M.
   """
 
   block_k: int = 64
   block_v: int = 64
   num_warps: int = 4
   num_stages: int = 2
+  unroll: int = 1
 
 
 def block(size: int, most: int) -> int:
@@ -40,16 +42,18 @@ SWEEPS = (
   "chunk_gated_delta_product_bwd_h",
   "chunk_gated_delta_product_fwd_h",
   "chunk_gated_delta_product_fwd_wy_h",
-  "chunk_gated_delta_product_states",
 )
 MULTIPROCESSORS = 132  # of an H100 or H200
 
 
-def choose(stage: str, K: int, V: int, dtype, streams: int = 1) -> Config:
+def choose(
+  stage: str, K: int, V: int, dtype, streams: int = 1, num_householder: int = 1
+) -> Config:
   """The Config of a stage for heads of K and V channels, in bf16 or fp16 or fp32.
 
-  `streams` is sequences times value heads, for the sweeps. A sequence's bits must not depend on its
-  company, so nothing may follow from it but block_v: the columns of a state do not mix.
+  `streams` (sequences times value heads) and `num_householder` are for the sweeps. A sequence's
+  bits must not depend on its company, so nothing may follow from `streams` but block_v: the columns
+  of a state do not mix.
   """
   wide = jnp.dtype(dtype).itemsize == 4
   if stage == "chunk_local_cumsum":
@@ -63,7 +67,7 @@ def choose(stage: str, K: int, V: int, dtype, streams: int = 1) -> Config:
     most = 64 if wide else 128
     return Config(block(K, most), block(V, most))
   if stage in SWEEPS:
-    return _sweep(K, V, wide, streams)
+    return _sweep(stage, K, V, wide, streams, num_householder)
   if stage == "chunk_gated_delta_product_fwd_o":
     if wide:
       return Config(block(K, 64), block(V, 64), num_stages=2 if K <= 128 else 1)
@@ -79,6 +83,8 @@ def choose(stage: str, K: int, V: int, dtype, streams: int = 1) -> Config:
     if wide:
       return Config(block(K, 64), block(V, 32), num_stages=1)
     return Config(block(K, 64), block(V, 64), num_stages=3)
+  if stage == "chunk_gated_delta_product_states":
+    return Config(block(K, 64 if wide else 128), block(V, 64), num_stages=1 if wide else 2)
   if stage == "prepare_fwd":
     return Config(block_v=1024)
   if stage == "fused_recurrent_gated_delta_product_fwd":
@@ -88,7 +94,7 @@ def choose(stage: str, K: int, V: int, dtype, streams: int = 1) -> Config:
   raise ValueError(f"stage must be one of the kernels' names, got {stage!r}")
 
 
-def _sweep(K, V, wide, streams):
+def _sweep(stage, K, V, wide, streams, M):
   """A sweep is a chain of small products: it waits, and a program alone on its multiprocessor waits
   least. So the narrowest block_v with which each program has one for itself; where there are too
   many streams for that, the widest, which does most in a step. The state tile [K, block_v] lives in
@@ -100,9 +106,12 @@ def _sweep(K, V, wide, streams):
   if wide:
     # fp32 products split their operands in shared memory: with K > 128 no pipeline fits.
     return Config(block(K, 64), block_v, num_stages=2 if K <= 128 else 1)
-  return Config(
-    block(K, 128),
-    block_v,
-    num_warps=8 if K > 128 and block_v == 64 else 4,
-    num_stages=3 if K <= 128 else 2,
-  )
+  if K > 128:
+    return Config(block(K, 128), block_v, num_warps=8 if block_v == 64 else 4, num_stages=2)
+  # All row chunks of a token chunk in one step: then what only the first of them does costs the
+  # others nothing. Unless two steps' loads, at 64 rows of 2 bytes, leave no room in shared memory.
+  row_chunk = 128 * (block(K, 128) + 64 + block_v)
+  output = 128 * (block(K, 128) + block_v) if stage == "chunk_gated_delta_product_bwd_h" else 0
+  fits = [u for u in (1, 2, 3) if M % u == 0 and 2 * (u * row_chunk + output) <= 200_000]
+  unroll = fits[-1]
+  return Config(block(K, 128), block_v, num_stages=3 if unroll == 1 else 2, unroll=unroll)

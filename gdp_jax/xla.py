@@ -47,16 +47,13 @@ def chunk_scaled_dot_kkt_fwd(
 
 
 def solve_tril(
-  A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False,
-  output_low=False,
-):  # fmt: skip
+  A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False
+):
   del allow_tf32  # there is no faster solver to allow
   C = A.shape[-1]
   chunks = _Chunks(A, C, cu_seqlens, chunk_indices)
   Ti = _unit_lower_inverse(jnp.swapaxes(chunks.split(A), 1, 2))
-  Ti = chunks.join(jnp.swapaxes(Ti, 1, 2))
-  high = Ti.astype(output_dtype)
-  return (high, (Ti - high.astype(Ti.dtype)).astype(output_dtype)) if output_low else high
+  return chunks.join(jnp.swapaxes(Ti, 1, 2)).astype(output_dtype)
 
 
 @jax.custom_jvp
@@ -106,39 +103,28 @@ def chunk_gated_delta_product_fwd_h(
 
   return _sweep(
     v_new, k, dict(w=w, u=u), u, g, initial_state, output_final_state, chunk_size, cu_seqlens,
-    num_householder, num_householder,
+    num_householder,
   )  # fmt: skip
 
 
 def chunk_gated_delta_product_fwd_wy_h(
   k, v, beta, A, g=None, initial_state=None, output_final_state=False, cu_seqlens=None,
-  num_householder=1, output_row_states=False, A_low=None,
+  num_householder=1,
 ):  # fmt: skip
   def v_new(x, S):
     kS = _einsum("bihk,bhkv->bihv", x["k"], S) * jnp.exp2(x["g"])[..., None]
     return _einsum("bihj,bjhv->bihv", x["A"], x["beta"][..., None] * (x["v"] - kS))
 
   return _sweep(
-    v_new, k, dict(v=v, beta=beta, A=_sum(A, A_low)), v, g, initial_state, output_final_state,
-    A.shape[-1], cu_seqlens, num_householder, 1 if output_row_states else num_householder,
+    v_new, k, dict(v=v, beta=beta, A=A), v, g, initial_state, output_final_state,
+    A.shape[-1], cu_seqlens, num_householder,
   )  # fmt: skip
 
 
-def chunk_gated_delta_product_states(
-  k, v_new, g=None, initial_state=None, chunk_size=CHUNK_SIZE, cu_seqlens=None, num_householder=1
-):
-  h, _, _ = _sweep(
-    lambda x, S: x["v_new"], k, dict(v_new=v_new), v_new, g, initial_state, False, chunk_size,
-    cu_seqlens, num_householder, 1,
-  )  # fmt: skip
-  return h
+def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M):
+  """The states over the row chunks of each sequence, returned at the start of each token chunk.
 
-
-def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M, stride):
-  """S <- 2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T over the row chunks of each sequence.
-
-  `v_new(x, S)` is a row chunk's v_new from its arrays x; states are returned at every `stride`-th
-  row chunk of a token chunk.
+  `v_new(x, S)` is a row chunk's v_new from its arrays x.
   """
   B, R, HV, V = like.shape
   K = k.shape[-1]
@@ -154,17 +140,12 @@ def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_s
     x, where = x
     if cu_seqlens is not None:
       S = jnp.where(where["first"], S0[where["sequence"]][None], S)
-    states, out = [], []
+    h, out = S, []
     for m in range(M):
-      if m % stride == 0:
-        states.append(S)
       x_m = {name: a[:, m] for name, a in x.items()}
-      v_m = v_new(x_m, S)
-      g_last = x_m["g"][:, -1]
-      k_m = x_m["k"] * jnp.exp2(g_last[:, None] - x_m["g"])[..., None]
-      S = S * jnp.exp2(g_last)[..., None, None] + _einsum("bihk,bihv->bhkv", k_m, v_m)
-      out.append(v_m)
-    return S, (jnp.stack(states, 1), jnp.stack(out, 1), S)
+      out.append(v_new(x_m, S))
+      S = _next_state(S, x_m["k"], out[-1], x_m["g"])
+    return S, (h[:, None], jnp.stack(out, 1), S)
 
   where = chunks.sequences(N)
   S = S0 if cu_seqlens is None else jnp.zeros((1, HV, K, V), jnp.float32)
@@ -177,6 +158,29 @@ def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_s
   h = _used_states(h, cu_seqlens, R, M, C).astype(k.dtype)
   v_new = chunks.join(_rows(v_new)).astype(like.dtype)
   return h, v_new, final if output_final_state else None
+
+
+def _next_state(S, k, v_new, g):
+  """2^G_last S + sum_i 2^(G_last - G_i) k_i v_new_i^T, of a row chunk."""
+  g_last = g[:, -1:]
+  k = k * jnp.exp2(g_last - g)[..., None]
+  return S * jnp.exp2(g_last[:, 0])[..., None, None] + _einsum("bihk,bihv->bhkv", k, v_new)
+
+
+def chunk_gated_delta_product_states(
+  k, v_new, h, g=None, chunk_size=CHUNK_SIZE, cu_seqlens=None, num_householder=1
+):
+  B, R, HV, _ = v_new.shape
+  M, NC = num_householder, h.shape[1]
+  chunks, xs = _token_chunks(k, chunk_size, cu_seqlens, M)
+  G = chunks.hold_last(xs(jnp.zeros((B, R, HV)) if g is None else g))
+  k_rows, v_new = xs(_repeat_heads(k, HV)), xs(v_new)
+  states = [jnp.swapaxes(h, 0, 1).astype(jnp.float32)]
+  for m in range(M - 1):
+    x = (a[:NC, :, m] for a in (k_rows, v_new, G))  # what lies behind is the padding's
+    states.append(jax.vmap(_next_state)(states[-1], *x))
+  states = jnp.swapaxes(jnp.stack(states, 2), 0, 1)
+  return states.reshape(B, NC * M, *h.shape[2:]).astype(k.dtype)
 
 
 def chunk_gated_delta_product_fwd_o(
@@ -212,7 +216,7 @@ def chunk_gated_delta_product_bwd_o(
   rows = lambda x: chunks.split(x.reshape(B, T, M, *x.shape[2:]))  # [NC, C, M, ...]
   q, do = _repeat_heads(chunks.split(q), HV), chunks.split(do)
   k_rows, v_rows = _repeat_heads(rows(k), HV, axis=3), rows(v)
-  h = _pad_chunks(h.astype(jnp.float32).reshape(-1, M, *h.shape[2:])[:, 0], q.shape[0])
+  h = _pad_chunks(h.astype(jnp.float32).reshape(-1, *h.shape[2:]), q.shape[0])
 
   causal = chunks.pairs(jnp.greater_equal)
   E = scale * causal.astype(jnp.float32)
@@ -239,7 +243,7 @@ def chunk_gated_delta_product_bwd_o(
 
 def chunk_gated_delta_product_bwd_h(
   q, k, beta, A, do, dv, g=None, g_tokens=None, scale=None, dfinal_state=None,
-  output_dinitial_state=True, cu_seqlens=None, num_householder=1, A_low=None,
+  output_dinitial_state=True, cu_seqlens=None, num_householder=1,
 ):  # fmt: skip
   B, R, HV, V = dv.shape
   K, M, C = k.shape[-1], num_householder, A.shape[-1]
@@ -247,7 +251,7 @@ def chunk_gated_delta_product_bwd_h(
   chunks, xs = _token_chunks(k, C, cu_seqlens, M)
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
   dfinal = jnp.zeros((N, HV, K, V)) if dfinal_state is None else dfinal_state
-  inputs = dict(k=xs(_repeat_heads(k, HV)), beta=xs(beta), A=xs(_sum(A, A_low)), dv=xs(dv))
+  inputs = dict(k=xs(_repeat_heads(k, HV)), beta=xs(beta), A=xs(A), dv=xs(dv))
   inputs["g"] = chunks.hold_last(xs(jnp.zeros((B, R, HV)) if g is None else g))
 
   def token_xs(x):  # [chunk, B, C, ...]; the token stream has the row stream's chunks
@@ -291,7 +295,7 @@ def chunk_gated_delta_product_bwd_h(
 
 
 def chunk_gated_delta_product_bwd_wy(
-  k, v, beta, h, v_new, dh, dres, dk, g=None, cu_seqlens=None, chunk_size=CHUNK_SIZE,
+  k, v, beta, states, v_new, dh, dres, dk, g=None, cu_seqlens=None, chunk_size=CHUNK_SIZE,
   num_householder=1,
 ):  # fmt: skip
   M, C = num_householder, chunk_size
@@ -309,7 +313,8 @@ def chunk_gated_delta_product_bwd_wy(
   i = jnp.arange(C)
   lower = (valid[:, :, None] & (i[:, None] > i))[:, :, None, :]
   S, dS = (
-    _pad_chunks(x.astype(jnp.float32).reshape(-1, *x.shape[2:]), valid.shape[0]) for x in (h, dh)
+    _pad_chunks(x.astype(jnp.float32).reshape(-1, *x.shape[2:]), valid.shape[0])
+    for x in (states, dh)
   )
   k_c, v_c, beta_c, v_new = _repeat_heads(split(k), HV), split(v), split(beta), split(v_new)
   dres = split(dres)
@@ -527,10 +532,6 @@ def _decay(g_row, g_col, keep):
   """2^(g_row_i - g_col_j) [NC, C, HV, C] where `keep`, else 0; masked before the exponential."""
   difference = g_row[:, :, :, None] - jnp.swapaxes(g_col, 1, 2)[:, None]
   return jnp.where(keep, jnp.exp2(jnp.where(keep, difference, 0)), 0)
-
-
-def _sum(high, low):
-  return high if low is None else high.astype(jnp.float32) + low.astype(jnp.float32)
 
 
 def _repeat_heads(x, HV, axis=2):

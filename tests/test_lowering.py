@@ -71,10 +71,10 @@ def stages(case, C):
     "recompute_w_u_fwd": ({}, dict(k=k, v=v, beta=beta, A=A, g=g)),
     "chunk_gated_delta_product_fwd_h": (size | M | final, dict(k=k, w=w, u=v, g=g) | state),
     "chunk_gated_delta_product_fwd_wy_h": (
-      M | final | dict(output_row_states=True),
+      M | final,
       dict(k=k, v=v, beta=beta, A=A, g=g) | state,
     ),
-    "chunk_gated_delta_product_states": (size | M, dict(k=k, v_new=v, g=g) | state),
+    "chunk_gated_delta_product_states": (size | M, dict(k=k, v_new=v, h=h, g=g)),
     "chunk_gated_delta_product_fwd_o": (size | M, dict(q=q, k=k, v=v, h=h, g=g_tokens)),
   }
 

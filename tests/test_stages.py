@@ -81,10 +81,7 @@ def inputs_of_stages(case, C):
       output_final_state=True, num_householder=M,
     )  # fmt: skip
     h, v_new, _ = stage("chunk_gated_delta_product_fwd_h", k, w, u, g_rows, chunk_size=C, **sweep)
-    # For the backward pass it stores the states of all row chunks: M = 3 and 4 do that here.
-    stage(
-      "chunk_gated_delta_product_fwd_wy_h", k, v, beta, Ti, g_rows, output_row_states=M > 2, **sweep
-    )
+    stage("chunk_gated_delta_product_fwd_wy_h", k, v, beta, Ti, g_rows, **sweep)
     stage(
       "chunk_gated_delta_product_fwd_o", q, k, v_new, states=(h, poison(g_tokens)),
       scale=0.3, chunk_size=C, num_householder=M, arrays=on_tokens,
@@ -147,8 +144,7 @@ def test_kernel_equals_its_twin(name, case, implementation, C):
   for results in (actual, expected):
     for tensor, x in results.items():
       if tensor == "h":
-        per_chunk = case.M if kwargs.get("output_row_states") else 1
-        used, end = states_of_chunks(case, C, per_chunk)
+        used, end = states_of_chunks(case, C, 1)
         assert not np.any(x[:, end:]), "states of no chunk"
         results[tensor] = x[:, used]
       elif tensor != "final_state":

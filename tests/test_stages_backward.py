@@ -19,14 +19,12 @@ BOUNDS = {"float32": 1e-5, "bfloat16": 5e-3}
 
 RESULTS = {
   "chunk_gated_delta_product_fwd_wy_h": ("h", "v_new", "final_state"),
-  "chunk_gated_delta_product_states": ("h",),
+  "chunk_gated_delta_product_states": ("states",),
   "chunk_gated_delta_product_bwd_o": ("dq", "dk", "dv", "dg"),
   "chunk_gated_delta_product_bwd_h": ("dh", "dres", "dinitial_state"),
   "chunk_gated_delta_product_bwd_wy": ("dk", "dv", "dbeta", "dg"),
 }
-STATES = ("h", "dh")
-SWEEPS = ("token-states", "row-states")  # the states that the forward sweep stores
-STAGES = (*SWEEPS, *list(RESULTS)[1:])
+STATES = ("states", "dh")  # of row chunks
 
 
 def make_arguments(case):
@@ -59,9 +57,9 @@ def make_pipeline(case, C):
   def pipeline(q, k, v, g, beta, initial_state, do, dfinal_state, tokens):
     stages = {}
 
-    def stage(name, arrays, called=None, **kwargs):
+    def stage(name, arrays, **kwargs):
       results = named(name, getattr(xla, name)(**arrays, **kwargs))
-      stages[called or name], static[called or name] = (arrays, results), kwargs
+      stages[name], static[name] = (arrays, results), kwargs
       return results
 
     rows = None if tokens is None else tokens * M
@@ -71,22 +69,19 @@ def make_pipeline(case, C):
       on_tokens["g"] = xla.chunk_local_cumsum(g, C, tokens)
       on_rows["g"] = xla.chunk_local_cumsum(g_rows, C, rows)
     A = xla.chunk_scaled_dot_kkt_fwd(k, on_rows["g"], beta, rows, C)
-    if case.dtype == "float32":
-      inverse = dict(A=xla.solve_tril(A, rows))
-    else:
-      A, A_low = xla.solve_tril(A, rows, output_dtype=k.dtype, output_low=True)
-      inverse = dict(A=A, A_low=A_low)
-
-    sweep = dict(k=k, v=v, beta=beta, initial_state=initial_state, **inverse, **on_rows)
-    name = "chunk_gated_delta_product_fwd_wy_h"
-    stage(name, sweep, "token-states", output_final_state=True, num_householder=M)
-    x = stage(name, sweep, "row-states", output_row_states=True, num_householder=M)
+    Ti = xla.solve_tril(A, rows, output_dtype=k.dtype)
+    x = stage(
+      "chunk_gated_delta_product_fwd_wy_h",
+      dict(k=k, v=v, beta=beta, A=Ti, initial_state=initial_state, **on_rows),
+      output_final_state=True, num_householder=M,
+    )  # fmt: skip
     h, v_new = x["h"], x["v_new"]
-    stage(
+    x = stage(
       "chunk_gated_delta_product_states",
-      dict(k=k, v_new=v_new, initial_state=initial_state, **on_rows),
+      dict(k=k, v_new=v_new, h=h, **on_rows),
       chunk_size=C, num_householder=M,
     )  # fmt: skip
+    states = x["states"]
     x = stage(
       "chunk_gated_delta_product_bwd_o",
       dict(q=q, k=k, v=v_new, h=h, do=do, **on_tokens),
@@ -96,14 +91,17 @@ def make_pipeline(case, C):
     x = stage(
       "chunk_gated_delta_product_bwd_h",
       dict(
-        q=q, k=k, beta=beta, do=do, dv=dv, g_tokens=on_tokens["g"], dfinal_state=dfinal_state,
-        **inverse, **on_rows,
+        q=q, k=k, beta=beta, A=Ti, do=do, dv=dv, g_tokens=on_tokens["g"],
+        dfinal_state=dfinal_state, **on_rows,
       ),
       scale=0.3, output_dinitial_state=initial_state is not None, num_householder=M,
     )  # fmt: skip
     stage(
       "chunk_gated_delta_product_bwd_wy",
-      dict(k=k, v=v, beta=beta, h=h, v_new=v_new, dh=x["dh"], dres=x["dres"], dk=dk, **on_rows),
+      dict(
+        k=k, v=v, beta=beta, states=states, v_new=v_new, dh=x["dh"], dres=x["dres"], dk=dk,
+        **on_rows,
+      ),
       chunk_size=C, num_householder=M,
     )  # fmt: skip
     return stages
@@ -118,17 +116,17 @@ def run_pipeline(case, C):
 
 
 def kernel(stage, static, implementation):
-  name = "chunk_gated_delta_product_fwd_wy_h" if stage in SWEEPS else stage
-  f = functools.partial(getattr(kernels, name), **static[stage], implementation=implementation)
-  return lambda arrays: named(name, f(**arrays))
+  f = functools.partial(getattr(kernels, stage), **static[stage], implementation=implementation)
+  return lambda arrays: named(stage, f(**arrays))
 
 
 def poison(case, C, arrays):
-  """NaN in padding, and in the states of row chunks that have no rows."""
+  """NaN in padding, and in the states of chunks that have no rows."""
   arrays = dict(arrays)
   for name, x in arrays.items():
-    if name in STATES:
-      unused = np.delete(np.arange(x.shape[1]), states_of_chunks(case, C, case.M)[0])
+    if name in ("h", *STATES):
+      per_chunk = 1 if name == "h" else case.M
+      unused = np.delete(np.arange(x.shape[1]), states_of_chunks(case, C, per_chunk)[0])
       arrays[name] = x.at[:, unused].set(jnp.nan)
     elif name not in ("cu_seqlens", "initial_state", "dfinal_state") and x is not None:
       arrays[name] = x.at[:, case.valid_tokens * x.shape[1] // case.T :].set(jnp.nan)
@@ -145,7 +143,7 @@ def poison(case, C, arrays):
   ],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", RESULTS)
 def test_kernel_equals_its_twin(stage, case, implementation, C):
   stages, static = run_pipeline(case, C)
   arrays, expected = stages[stage]
@@ -155,9 +153,9 @@ def test_kernel_equals_its_twin(stage, case, implementation, C):
   for results in (actual, expected):
     for name, x in results.items():
       x = np.asarray(x, np.float32)
-      if name in STATES:
-        used, end = states_of_chunks(case, C, 1 if stage == "token-states" else case.M)
-        assert name == "dh" or not np.any(x[:, end:]), "states of no chunk"
+      if name in ("h", *STATES):
+        used, end = states_of_chunks(case, C, 1 if name == "h" else case.M)
+        assert name != "h" or not np.any(x[:, end:]), "states of no chunk"
         x = x[:, used]
       elif name in ("final_state", "dinitial_state"):
         pass
@@ -188,7 +186,8 @@ def test_each_stage_is_one_kernel(case):
   pipeline, static = make_pipeline(case, C=64)
   for stage, (arrays, _) in jax.eval_shape(pipeline, **make_arguments(case)).items():
     text = lower_for_cuda(kernel(stage, static, "pallas"), arrays)
-    assert count_kernels(text) == 1, stage
+    kernels_of = 0 if stage == "chunk_gated_delta_product_states" and case.M == 1 else 1
+    assert count_kernels(text) == kernels_of, stage
 
 
 # No implementation means the kernels, where the code is for CUDA: one will do.
@@ -210,6 +209,6 @@ def test_the_whole_gradient_is_kernels(case, implementation):
   inputs = {name: x[name] for name in ("q", "k", "v", "g", "beta", "initial_state")}
   cotangents = x["do"], np.zeros((case.N, case.HV, case.K, case.V), np.float32)
   text = lower_for_cuda(run, inputs, x["tokens"], cotangents)
-  # Four stages forward, the states once more and three backward; with gates, in both directions
+  # Four stages forward, the row chunks' states and three backward; with gates, in both directions
   # their sums within token chunks and within row chunks.
   assert count_kernels(text) == 8 + (0 if case.gate is None else 4)

@@ -50,8 +50,8 @@ def chunk_gated_delta_product_fwd_h(
   Source: Gated Delta Networks, arXiv 2412.06464; `core.ssm.ops.gdp.chunk_h` of Megatron Core.
   """
   return _fwd_h(
-    k, u, w, None, None, None, g, initial_state, output_final_state, chunk_size, cu_seqlens,
-    num_householder, num_householder, implementation, "chunk_gated_delta_product_fwd_h",
+    k, u, w, None, None, g, initial_state, output_final_state, chunk_size, cu_seqlens,
+    num_householder, implementation, "chunk_gated_delta_product_fwd_h",
   )  # fmt: skip
 
 
@@ -65,8 +65,6 @@ def chunk_gated_delta_product_fwd_wy_h(
   output_final_state: bool = False,
   cu_seqlens: jax.Array | None = None,
   num_householder: int = 1,
-  output_row_states: bool = False,
-  A_low: jax.Array | None = None,
   *,
   implementation: str = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -78,75 +76,37 @@ def chunk_gated_delta_product_fwd_wy_h(
   Args:
     k, v, beta: keys [B, R, H, K], values [B, R, HV, V], step sizes [B, R, HV].
     A: the inverted block Ti [B, R, HV, C], in k's dtype.
-    A_low: what rounding Ti to A's dtype has left, like A, or None: Ti is A + A_low.
     g, initial_state, output_final_state, cu_seqlens, num_householder, implementation: as for
       `chunk_gated_delta_product_fwd_h`.
-    output_row_states: store S at the start of each row chunk, as the backward pass needs it.
 
   Returns:
-    h, v_new, final_state as `chunk_gated_delta_product_fwd_h`; with output_row_states h is
-    [B, NC * M, HV, K, V], row chunk m of token chunk c at c*M + m, those of a partial token chunk's
-    empty row chunks not written.
+    h, v_new, final_state as `chunk_gated_delta_product_fwd_h`.
 
   Source: this project.
   """
-  stride = 1 if output_row_states else num_householder
   return _fwd_h(
-    k, v, None, A, A_low, beta, g, initial_state, output_final_state, A.shape[-1], cu_seqlens,
-    num_householder, stride, implementation, "chunk_gated_delta_product_fwd_wy_h",
+    k, v, None, A, beta, g, initial_state, output_final_state, A.shape[-1], cu_seqlens,
+    num_householder, implementation, "chunk_gated_delta_product_fwd_wy_h",
   )  # fmt: skip
-
-
-def chunk_gated_delta_product_states(
-  k: jax.Array,
-  v_new: jax.Array,
-  g: jax.Array | None = None,
-  initial_state: jax.Array | None = None,
-  chunk_size: int = CHUNK_SIZE,
-  cu_seqlens: jax.Array | None = None,
-  num_householder: int = 1,
-  *,
-  implementation: str = "pallas",
-) -> jax.Array:
-  """The states again, where v_new is known: one product a row chunk instead of a chain of three.
-
-  Args:
-    k, g, initial_state, chunk_size, cu_seqlens, num_householder, implementation: as for
-      `chunk_gated_delta_product_fwd_h`.
-    v_new: its result [B, R, HV, V].
-
-  Returns:
-    S at the start of each row chunk, [B, NC * M, HV, K, V] as from
-    `chunk_gated_delta_product_fwd_wy_h` with output_row_states.
-
-  Source: this project.
-  """
-  h, _, _ = _fwd_h(
-    k, v_new, None, None, None, None, g, initial_state, False, chunk_size, cu_seqlens,
-    num_householder, 1, implementation, "chunk_gated_delta_product_states",
-  )  # fmt: skip
-  return h
 
 
 def _fwd_h(
-  k, x, w, A, A_low, beta, g, initial_state, output_final_state, C, cu_seqlens, M, stride,
-  implementation, stage,
-):  # fmt: skip
-  """The forward sweeps; x is u where there is w, v where there is A, v_new where neither."""
-  name = "u" if w is not None else "v" if A is not None else "v_new"
+  k, x, w, A, beta, g, initial_state, output_final_state, C, cu_seqlens, M, implementation, stage,
+):
+  """The forward sweeps; x is u where there is w, v where there is A."""
+  name = "v" if w is None else "u"
   sizes = inputs.check_stage(
     M, **{
       "k": (k, "B R H K"), name: (x, "B R HV V"), "w": (w, "B R HV K"),
-      "A": (A, "B R HV C"), "A_low": (A_low, "B R HV C"), "beta": (beta, "B R HV"),
+      "A": (A, "B R HV C"), "beta": (beta, "B R HV"),
       "g": (g, "B R HV"), "initial_state": (initial_state, "N HV K V"),
     },
   )  # fmt: skip
   B, R, K, HV, V = (sizes[c] for c in ("B", "R", "K", "HV", "V"))
   N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
   _check_sequences("initial_state", sizes, N)
-  per_chunk = M // stride
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
-  cfg = config.choose(stage, K, V, k.dtype, N * HV)
+  cfg = config.choose(stage, K, V, k.dtype, N * HV, M)
   h, v_new, final_state = pallas.call(
     _fwd_h_kernel,
     bounds,
@@ -154,14 +114,13 @@ def _fwd_h(
     flat(x),
     flat(w),
     flat(A),
-    flat(A_low),
     flat(beta),
     flat(g),
     initial_state,
     grid=(bounds.shape[0], HV, -(-V // cfg.block_v)),
     out_shape=(
-      jax.ShapeDtypeStruct((B * NC * per_chunk, HV, K, V), k.dtype),
-      None if name == "v_new" else jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
+      jax.ShapeDtypeStruct((B * NC, HV, K, V), k.dtype),
+      jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
       jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_final_state else None,
     ),
     config=cfg,
@@ -172,13 +131,11 @@ def _fwd_h(
     M=M,
     N=N,
     whole=metadata.all_whole(R, M * C, cu_seqlens),
-    stride=stride,
+    unroll=cfg.unroll,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
-  if v_new is not None:
-    v_new = v_new.reshape(B, R, HV, V)
-  return h.reshape(B, NC * per_chunk, HV, K, V), v_new, final_state
+  return h.reshape(B, NC, HV, K, V), v_new.reshape(B, R, HV, V), final_state
 
 
 def _check_sequences(name, sizes, N):
@@ -198,15 +155,14 @@ def _sequences(B, R, M, C, cu_seqlens):
 def _fwd_h_kernel(
   bounds_ref,  # [N or N+1, 4]
   k_ref,  # [B*R, H, K]
-  x_ref,  # [B*R, HV, V]: u where there is w, v where there is Ti, v_new where neither
+  x_ref,  # [B*R, HV, V]: u where there is w, v where there is Ti
   w_ref,  # [B*R, HV, K] or None
   Ti_ref,  # [B*R, HV, C] or None, with
-  Ti_low_ref,  # [B*R, HV, C] or None
   beta_ref,  # [B*R, HV] or None
   g_ref,  # [B*R, HV] or None
   initial_ref,  # [N, HV, K, V] or None
-  h_ref,  # [B*NC*(M/stride), HV, K, V]
-  v_new_ref,  # [B*R, HV, V] or None
+  h_ref,  # [B*NC, HV, K, V]
+  v_new_ref,  # [B*R, HV, V]
   final_ref,  # [N, HV, K, V] or None
   *,
   dot,
@@ -214,7 +170,7 @@ def _fwd_h_kernel(
   M,
   N,
   whole,
-  stride,
+  unroll,
   block_k,
   block_v,
 ):
@@ -226,50 +182,44 @@ def _fwd_h_kernel(
   HV = x_ref.shape[1]
   head = hv // (HV // k_ref.shape[1])
   start, stop, write_stop, chunk0 = (pallas.load_scalar(bounds_ref, n, i) for i in range(4))
-  slot0 = chunk0 * (M // stride)
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
   v_cols, v_exists = pallas.columns(block, x_ref.shape[2], block_v)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
 
-  def row_chunk(c, S):
+  def row_chunk(c, S, may_be_first):
     first_row = start + c * C
     rows = first_row + i
     valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
-    # Beyond the last valid row there is no chunk, and no place to store its state.
-    is_stored = None if stride == 1 else lax.rem(c, stride) == 0
-    keep = pallas.both(pallas.below(first_row, stop, whole), is_stored)
-    state.store(h_ref, slot0 + lax.div(c, stride), S, keep)
+    if may_be_first:
+      # Beyond the last valid row there is no chunk, and no place to store its state.
+      is_first = None if unroll == M else lax.rem(c, M) == 0
+      keep = pallas.both(pallas.below(first_row, stop, whole), is_first)
+      state.store(h_ref, chunk0 + lax.div(c, M), S, keep)
     k = [
       pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
       for cols, exists in k_blocks
     ]
     x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
     x = x.astype(jnp.float32)
-    if beta_ref is not None:
-      beta = pallas.load(beta_ref.at[rows, hv], valid)
     if g_ref is not None:
       g = pallas.load(g_ref.at[rows, hv], valid)
       to_end, g_last = _to_end(g_ref, g, hv, valid, first_row, stop, C)
-    v_new = x
     if w_ref is not None:
+      v_new = x
       for S_b, (cols, exists) in zip(S, k_blocks, strict=True):
         w = pallas.load(pallas.tile(w_ref, rows, hv, cols), pallas.mask(valid, exists))
         v_new -= dot(w, S_b.astype(w.dtype))
-    elif Ti_ref is not None:
+    else:
+      beta = pallas.load(beta_ref.at[rows, hv], valid)
       kS = sum(dot(k_b, S_b.astype(k_b.dtype)) for k_b, S_b in zip(k, S, strict=True))
       if g_ref is not None:
         kS *= jnp.exp2(g)[:, None]
-      residual = (beta[:, None] * (x - kS)).astype(Ti_ref.dtype)
-      v_new = dot(pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid)), residual)
-      if Ti_low_ref is not None:
-        v_new += dot(
-          pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), pallas.mask(valid)), residual
-        )
-    if v_new_ref is not None:
-      view = pallas.tile(v_new_ref, rows, hv, v_cols)
-      pallas.store(view, v_new, pallas.mask(written, v_exists))
+      Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid))
+      v_new = _through_unit(dot, Ti, beta[:, None] * (x - kS))
+    view = pallas.tile(v_new_ref, rows, hv, v_cols)
+    pallas.store(view, v_new, pallas.mask(written, v_exists))
 
     if g_ref is not None:
       v_new *= to_end[:, None]
@@ -277,9 +227,13 @@ def _fwd_h_kernel(
     v_new = v_new.astype(k_ref.dtype)
     return tuple(S_b + dot(k_b, v_new, trans_a=True) for S_b, k_b in zip(S, k, strict=True))
 
+  def step(s, S):
+    for u in range(unroll):
+      S = row_chunk(s * unroll + u, S, may_be_first=u == 0)
+    return S
+
   S = state.load(initial_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
-  chunks = lax.div(write_stop - start + (C - 1), C)
-  S = lax.fori_loop(0, chunks, row_chunk, S)
+  S = lax.fori_loop(0, lax.div(write_stop - start + (unroll * C - 1), unroll * C), step, S)
   if final_ref is not None:
     state.store(final_ref, jnp.minimum(n, N - 1), S, real)
 
@@ -288,7 +242,7 @@ def _fwd_h_kernel(
     return ()
 
   # What the table of chunks has room for and these offsets leave unused.
-  unused = jnp.where(real, h_ref.shape[0], slot0)
+  unused = jnp.where(real, h_ref.shape[0], chunk0)
   lax.fori_loop(unused, h_ref.shape[0], zero_state, ())
 
 
@@ -306,7 +260,6 @@ def chunk_gated_delta_product_bwd_h(
   output_dinitial_state: bool = True,
   cu_seqlens: jax.Array | None = None,
   num_householder: int = 1,
-  A_low: jax.Array | None = None,
   *,
   implementation: str = "pallas",
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -320,8 +273,7 @@ def chunk_gated_delta_product_bwd_h(
     q: queries [B, T, H, K].
     k: keys [B, R, H, K].
     beta: step sizes [B, R, HV].
-    A, A_low: the inverted block Ti = A + A_low [B, R, HV, C], see
-      `chunk_gated_delta_product_fwd_wy_h`.
+    A: the inverted block Ti, see `chunk_gated_delta_product_fwd_wy_h`.
     do: cotangent of o [B, T, HV, V].
     dv: what `chunk_gated_delta_product_bwd_o` adds to v_new's cotangent [B, R, HV, V].
     g: cumulative log2 decay within row chunks [B, R, HV], or None; g_tokens: within token chunks
@@ -344,7 +296,7 @@ def chunk_gated_delta_product_bwd_h(
   M = num_householder
   sizes = inputs.check_stage(
     M, q=(q, "B T H K"), k=(k, "B R H K"), beta=(beta, "B R HV"), A=(A, "B R HV C"),
-    A_low=(A_low, "B R HV C"), do=(do, "B T HV V"), dv=(dv, "B R HV V"),
+    do=(do, "B T HV V"), dv=(dv, "B R HV V"),
     g=(g, "B R HV"), g_tokens=(g_tokens, "B T HV"), dfinal_state=(dfinal_state, "N HV K V"),
   )  # fmt: skip
   B, R, K, HV, V, C = (sizes[c] for c in ("B", "R", "K", "HV", "V", "C"))
@@ -353,7 +305,7 @@ def chunk_gated_delta_product_bwd_h(
   N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
   _check_sequences("dfinal_state", sizes, N)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
-  cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype, N * HV)
+  cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype, N * HV, M)
   dh, dres, dinitial_state = pallas.call(
     _bwd_h_kernel,
     bounds,
@@ -361,7 +313,6 @@ def chunk_gated_delta_product_bwd_h(
     flat(k),
     flat(beta),
     flat(A),
-    flat(A_low),
     flat(do),
     flat(dv),
     flat(g),
@@ -382,6 +333,7 @@ def chunk_gated_delta_product_bwd_h(
     M=M,
     N=N,
     whole=metadata.all_whole(R, M * C, cu_seqlens),
+    unroll=cfg.unroll,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -394,7 +346,6 @@ def _bwd_h_kernel(
   k_ref,  # [B*R, H, K]
   beta_ref,  # [B*R, HV]
   Ti_ref,  # [B*R, HV, C]
-  Ti_low_ref,  # [B*R, HV, C] or None
   do_ref,  # [B*T, HV, V]
   dv_ref,  # [B*R, HV, V]
   g_ref,  # [B*R, HV] or None, with
@@ -410,6 +361,7 @@ def _bwd_h_kernel(
   M,
   N,
   whole,
+  unroll,
   block_k,
   block_v,
 ):
@@ -423,10 +375,8 @@ def _bwd_h_kernel(
   v_cols, v_exists = pallas.columns(block, dv_ref.shape[2], block_v)
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
-  chunks = lax.div(write_stop - start + (C - 1), C)
 
-  def row_chunk(step, dS):
-    c = chunks - 1 - step
+  def row_chunk(c, dS, may_be_first):
     first_row = start + c * C
     rows = first_row + i
     valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
@@ -437,47 +387,166 @@ def _bwd_h_kernel(
     ]
     beta = pallas.load(beta_ref.at[rows, hv], valid)
     dv = pallas.load(pallas.tile(dv_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
-    # The token chunk's own output reads the state that enters its first row chunk; elsewhere the
-    # masks make its product 0.
-    tokens = lax.div(first_row, M) + i
-    is_first = None if M == 1 else lax.rem(c, M) == 0
-    in_sequence = pallas.below(tokens, lax.div(stop, M), whole)
-    view = pallas.tile(do_ref, tokens, hv, v_cols)
-    do = pallas.load(view, pallas.mask(in_sequence, v_exists, is_first))
-    do = do.astype(jnp.float32) * scale
     if g_ref is not None:
       g = pallas.load(g_ref.at[rows, hv], valid)
       to_end, g_last = _to_end(g_ref, g, hv, valid, first_row, stop, C)
-      g_t = pallas.load(g_tokens_ref.at[tokens, hv], pallas.both(in_sequence, is_first))
-      do *= jnp.exp2(g_t)[:, None]
-    do = do.astype(q_ref.dtype)
 
     kdS = sum(dot(k_b, dS_b.astype(k_b.dtype)) for k_b, dS_b in zip(k, dS, strict=True))
     if g_ref is not None:
       kdS *= to_end[:, None]
       beta *= jnp.exp2(g)
       dS = [dS_b * jnp.exp2(g_last) for dS_b in dS]
-    dv_new = (kdS + dv).astype(Ti_ref.dtype)
-    dres = dot(
-      pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid)), dv_new, trans_a=True
-    )
-    if Ti_low_ref is not None:
-      Ti_low = pallas.load(pallas.tile(Ti_low_ref, rows, hv, i), pallas.mask(valid))
-      dres += dot(Ti_low, dv_new, trans_a=True)
+    Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid))
+    dres = _through_unit(dot, Ti, kdS + dv.astype(jnp.float32), trans_a=True)
     pallas.store(pallas.tile(dres_ref, rows, hv, v_cols), dres, pallas.mask(written, v_exists))
     minus_dres = (dres * -beta[:, None]).astype(k_ref.dtype)  # a product adds for nothing
+    if may_be_first:
+      dS = through_output(c, first_row, dS)
+    return tuple(dS_b + dot(k_b, minus_dres, trans_a=True) for dS_b, k_b in zip(dS, k, strict=True))
+
+  def through_output(c, first_row, dS):
+    """dS and what comes to the state that enters a token chunk, through the chunk's own output."""
+    tokens = lax.div(first_row, M) + i
+    in_sequence = pallas.below(tokens, lax.div(stop, M), whole)
+    is_first = None if unroll == M else lax.rem(c, M) == 0
+    view = pallas.tile(do_ref, tokens, hv, v_cols)
+    do = pallas.load(view, pallas.mask(in_sequence, v_exists, is_first))
+    do = do.astype(jnp.float32) * scale
+    if g_ref is not None:
+      g_t = pallas.load(g_tokens_ref.at[tokens, hv], pallas.both(in_sequence, is_first))
+      do *= jnp.exp2(g_t)[:, None]
+    do = do.astype(q_ref.dtype)
     new = []
-    for dS_b, k_b, (cols, exists) in zip(dS, k, k_blocks, strict=True):
+    for dS_b, (cols, k_exists) in zip(dS, k_blocks, strict=True):
       view = pallas.tile(q_ref, tokens, head, cols)
-      q = pallas.load(view, pallas.mask(in_sequence, exists, is_first))
-      dS_b += dot(q, do, trans_a=True)
-      new.append(dS_b + dot(k_b, minus_dres, trans_a=True))
-    return tuple(new)
+      q = pallas.load(view, pallas.mask(in_sequence, k_exists, is_first))
+      new.append(dS_b + dot(q, do, trans_a=True))
+    return new
+
+  steps = lax.div(write_stop - start + (unroll * C - 1), unroll * C)
+
+  def step(s, dS):
+    for u in reversed(range(unroll)):
+      dS = row_chunk((steps - 1 - s) * unroll + u, dS, may_be_first=u == 0)
+    return dS
 
   dS = state.load(dfinal_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
-  dS = lax.fori_loop(0, chunks, row_chunk, dS)
+  dS = lax.fori_loop(0, steps, step, dS)
   if dinitial_ref is not None:
     state.store(dinitial_ref, jnp.minimum(n, N - 1), dS, real)
+
+
+def chunk_gated_delta_product_states(
+  k: jax.Array,
+  v_new: jax.Array,
+  h: jax.Array,
+  g: jax.Array | None = None,
+  chunk_size: int = CHUNK_SIZE,
+  cu_seqlens: jax.Array | None = None,
+  num_householder: int = 1,
+  *,
+  implementation: str = "pallas",
+) -> jax.Array:
+  """The states at the start of each row chunk, as the backward pass needs them.
+
+  From those of the token chunks, all at once: no sweep.
+
+  Args:
+    k: keys [B, R, H, K].
+    v_new, h: of `chunk_gated_delta_product_fwd_wy_h`, [B, R, HV, V] and [B, NC, HV, K, V].
+    g: cumulative log2 decay within row chunks [B, R, HV], or None.
+    chunk_size: C.
+    cu_seqlens: offsets in the row stream, int [N+1], or None.
+    num_householder: M.
+    implementation: "pallas" or "interpret".
+
+  Returns:
+    S [B, NC * M, HV, K, V] in k's dtype, row chunk m of token chunk c at c*M + m. Those of a
+    partial token chunk's empty row chunks, and of unused chunks, are not written.
+
+  Source: this project.
+  """
+  M, C = num_householder, chunk_size
+  sizes = inputs.check_stage(
+    M, k=(k, "B R H K"), v_new=(v_new, "B R HV V"), h=(h, "B NC HV K V"), g=(g, "B R HV"),
+  )  # fmt: skip
+  if M == 1:
+    return h
+  B, R, K, HV, V, NC = (sizes[c] for c in ("B", "R", "K", "HV", "V", "NC"))
+  tokens = None if cu_seqlens is None else cu_seqlens // M
+  bounds = metadata.chunk_bounds(B, R // M, C, tokens)
+  flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
+  cfg = config.choose("chunk_gated_delta_product_states", K, V, k.dtype)
+  blocks = -(-K // cfg.block_k), -(-V // cfg.block_v)
+  S = pallas.call(
+    _states_kernel,
+    bounds,
+    flat(k),
+    flat(v_new),
+    flat(h),
+    flat(g),
+    grid=(B * NC, HV, blocks[0] * blocks[1]),
+    out_shape=jax.ShapeDtypeStruct((B * NC * M, HV, K, V), k.dtype),
+    config=cfg,
+    implementation=implementation,
+    name="gdp_chunk_gated_delta_product_states",
+    dot=None,
+    C=C,
+    M=M,
+    whole=metadata.all_whole(R, M * C, cu_seqlens),
+    block_k=cfg.block_k,
+    block_v=cfg.block_v,
+  )
+  return S.reshape(B, NC * M, HV, K, V)
+
+
+def _states_kernel(
+  bounds_ref,  # [NC, 3], of the token stream
+  k_ref,  # [B*R, H, K]
+  v_new_ref,  # [B*R, HV, V]
+  h_ref,  # [B*NC, HV, K, V]
+  g_ref,  # [B*R, HV] or None
+  S_ref,  # [B*NC*M, HV, K, V]
+  *,
+  dot,
+  C,
+  M,
+  whole,
+  block_k,
+  block_v,
+):
+  """A program owns block_k rows and block_v columns of one token chunk's states of one head."""
+  c, hv, block = (pallas.program_id(i) for i in range(3))
+  V = v_new_ref.shape[2]
+  v_blocks = -(-V // block_v)
+  head = hv // (v_new_ref.shape[1] // k_ref.shape[1])
+  first, stop = (pallas.load_scalar(bounds_ref, c, i) * M for i in range(2))
+  i = jnp.arange(C, dtype=jnp.int32)
+  k_cols, k_exists = pallas.columns(lax.div(block, v_blocks), k_ref.shape[2], block_k)
+  v_cols, v_exists = pallas.columns(lax.rem(block, v_blocks), V, block_v)
+  view = lambda ref, slot: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
+
+  def store(m, S):
+    exists = pallas.below(first + m * C, stop, whole)
+    pallas.store(view(S_ref, c * M + m), S, pallas.mask(k_exists, v_exists, exists))
+
+  def row_chunk(m, S):
+    store(m, S)
+    first_row = first + m * C
+    rows = first_row + i
+    valid = pallas.below(rows, stop, whole)
+    k = pallas.load(pallas.tile(k_ref, rows, head, k_cols), pallas.mask(valid, k_exists))
+    v_new = pallas.load(pallas.tile(v_new_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
+    if g_ref is not None:
+      g = pallas.load(g_ref.at[rows, hv], valid)
+      to_end, g_last = _to_end(g_ref, g, hv, valid, first_row, stop, C)
+      v_new = (v_new.astype(jnp.float32) * to_end[:, None]).astype(k.dtype)
+      S *= jnp.exp2(g_last)
+    return S + dot(k, v_new, trans_a=True)
+
+  has_rows = pallas.below(first, stop, whole)
+  S = pallas.load(view(h_ref, c), pallas.mask(k_exists, v_exists, has_rows)).astype(jnp.float32)
+  store(M - 1, lax.fori_loop(0, M - 1, row_chunk, S))
 
 
 class _State:
@@ -504,6 +573,12 @@ class _State:
 
   def _mask(self, exists, where):
     return pallas.mask(exists, self.v_exists, where)
+
+
+def _through_unit(dot, Ti, x, **transposed):
+  """Ti x, of which only Ti's part off the diagonal sees x rounded: the diagonal is 1."""
+  rounded = x.astype(Ti.dtype)
+  return x - rounded.astype(jnp.float32) + dot(Ti, rounded, **transposed)
 
 
 def _to_end(g_ref, g, hv, valid, first_row, stop, C):

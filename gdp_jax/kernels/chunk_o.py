@@ -167,7 +167,7 @@ def chunk_gated_delta_product_bwd_o(
   Args:
     q, k, v, g, scale, cu_seqlens, chunk_size, num_householder, chunk_indices, implementation: as
       for `chunk_gated_delta_product_fwd_o`.
-    h: states at the start of each row chunk [B, NC * M, HV, K, V].
+    h: states at the start of each token chunk [B, NC, HV, K, V].
     do: cotangent of o [B, T, HV, V].
 
   Returns:
@@ -223,7 +223,7 @@ def _bwd_o_kernel(
   q_ref,  # [B*T, H, K]
   k_ref,  # [B*R, H, K]
   v_ref,  # [B*R, HV, V]
-  h_ref,  # [B*NC*M, HV, K, V]
+  h_ref,  # [B*NC, HV, K, V]
   do_ref,  # [B*T, HV, V]
   g_ref,  # [B*T, HV] or None
   dq_ref,  # [B*T, HV, K]
@@ -272,7 +272,7 @@ def _bwd_o_kernel(
     q_tile, do_tile = lambda *_: q, lambda *_: do
 
   # What the state adds to o. A chunk of padding has no state: see the forward kernel.
-  slot = jnp.minimum(c * M, h_ref.shape[0] - 1)
+  slot = jnp.minimum(c, h_ref.shape[0] - 1)
   dq, dG = [], jnp.zeros((C,), jnp.float32)
   for k_cols, k_exists in k_blocks:
 

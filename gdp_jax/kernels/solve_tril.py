@@ -15,10 +15,9 @@ def solve_tril(
   chunk_indices: jax.Array | None = None,
   output_dtype=jnp.float32,
   allow_tf32: bool = False,
-  output_low: bool = False,
   *,
   implementation: str = "pallas",
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array:
   """Ti = (I + A)^-1 for the strictly lower triangular A of each chunk.
 
   Forward substitution on 16-row diagonal blocks, all of them at once, then merges of neighbours.
@@ -32,24 +31,22 @@ def solve_tril(
     output_dtype: of the result.
     allow_tf32: merge in tf32, about 3e-4 relative error, enough where A comes from bf16 keys;
       otherwise in fp32 accuracy.
-    output_low: whether to return what rounding Ti to output_dtype leaves as well, in that dtype.
     implementation: "pallas" or "interpret".
 
   Returns:
-    Ti [B, R, HV, C]; 0 in rows of no sequence. With output_low two such arrays, whose sum is Ti.
+    Ti [B, R, HV, C]; 0 in rows of no sequence.
 
   Source: the WY form, arXiv 2406.06484; `core.ssm.ops.gdp.solve_tril` of Megatron Core.
   """
   sizes = inputs.check_stage(A=(A, "B R HV C"))
   B, R, HV, C = (sizes[c] for c in ("B", "R", "HV", "C"))
   bounds = metadata.chunk_bounds(B, R, C, cu_seqlens, chunk_indices)
-  shape = jax.ShapeDtypeStruct((B * R, HV, C), output_dtype)
-  Ti, low = pallas.call(
+  Ti = pallas.call(
     _solve_tril_kernel,
     bounds,
     A.reshape(B * R, HV, C),
     grid=(bounds.shape[0], HV),
-    out_shape=(shape, shape if output_low else None),
+    out_shape=jax.ShapeDtypeStruct((B * R, HV, C), output_dtype),
     config=config.choose("solve_tril", C, C, jnp.bfloat16 if allow_tf32 else jnp.float32),
     implementation=implementation,
     name="gdp_solve_tril",
@@ -57,15 +54,13 @@ def solve_tril(
     precision="tf32" if allow_tf32 else None,
     C=C,
   )
-  Ti = Ti.reshape(B, R, HV, C)
-  return (Ti, low.reshape(B, R, HV, C)) if output_low else Ti
+  return Ti.reshape(B, R, HV, C)
 
 
 def _solve_tril_kernel(
   bounds_ref,  # [NC, 3]
   A_ref,  # [B*R, HV, C]
   Ti_ref,  # [B*R, HV, C]
-  low_ref,  # [B*R, HV, C] or None
   *,
   dot,
   precision,
@@ -109,6 +104,3 @@ def _solve_tril_kernel(
     for j in range(n):
       T_ij = jnp.where(valid, T[i, j], 0.0) if j <= i else jnp.zeros((D, D), jnp.float32)
       pallas.store(pallas.tile(Ti_ref, rows, hv, j * D + d), T_ij, written)
-      if low_ref is not None:
-        low = T_ij - T_ij.astype(Ti_ref.dtype).astype(jnp.float32)
-        pallas.store(pallas.tile(low_ref, rows, hv, j * D + d), low, written)

@@ -112,7 +112,7 @@ def chunk_gated_delta_product_bwd_wy(
   k: jax.Array,
   v: jax.Array,
   beta: jax.Array,
-  h: jax.Array,
+  states: jax.Array,
   v_new: jax.Array,
   dh: jax.Array,
   dres: jax.Array,
@@ -135,7 +135,8 @@ def chunk_gated_delta_product_bwd_wy(
 
   Args:
     k, v, beta: keys [B, R, H, K], values [B, R, HV, V], step sizes [B, R, HV].
-    h, v_new: of `chunk_gated_delta_product_fwd_wy_h` with output_row_states.
+    states: of `chunk_gated_delta_product_states` [B, NC * M, HV, K, V].
+    v_new: of `chunk_gated_delta_product_fwd_wy_h` [B, R, HV, V].
     dh, dres: of `chunk_gated_delta_product_bwd_h`.
     dk: of `chunk_gated_delta_product_bwd_o` [B, R, HV, K].
     g: cumulative log2 decay within row chunks [B, R, HV], or None.
@@ -152,9 +153,8 @@ def chunk_gated_delta_product_bwd_wy(
   Source: this project; checked against autodiff of the recurrence.
   """
   M = num_householder
-  states = "B S HV K V"
   sizes = inputs.check_stage(
-    M, k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), h=(h, states), dh=(dh, states),
+    M, k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), states=(states, "B S HV K V"), dh=(dh, "B S HV K V"),
     v_new=(v_new, "B R HV V"), dres=(dres, "B R HV V"), dk=(dk, "B R HV K"), g=(g, "B R HV"),
   )  # fmt: skip
   B, R, K, HV, V = (sizes[c] for c in ("B", "R", "K", "HV", "V"))
@@ -168,7 +168,7 @@ def chunk_gated_delta_product_bwd_wy(
     flat(k),
     flat(v),
     flat(beta),
-    flat(h),
+    flat(states),
     flat(v_new),
     flat(dh),
     flat(dres),
@@ -201,7 +201,7 @@ def _bwd_wy_kernel(
   k_ref,  # [B*R, H, K]
   v_ref,  # [B*R, HV, V]
   beta_ref,  # [B*R, HV]
-  h_ref,  # [B*NC*M, HV, K, V]
+  S_ref,  # [B*NC*M, HV, K, V]
   v_new_ref,  # [B*R, HV, V]
   dh_ref,  # [B*NC*M, HV, K, V]
   dres_ref,  # [B*R, HV, V]
@@ -278,7 +278,7 @@ def _bwd_wy_kernel(
   W = W.astype(k_ref.dtype)
 
   # A row chunk of padding, and one behind its token chunk's last row, has no state.
-  slot = jnp.minimum(chunk, h_ref.shape[0] - 1)
+  slot = jnp.minimum(chunk, S_ref.shape[0] - 1)
 
   def through_states(k_cols, k_exists, carry):
     y, z, product = carry
@@ -287,7 +287,7 @@ def _bwd_wy_kernel(
       via_dS, via_S, product = carry
       exists = pallas.mask(k_exists, v_exists, has_rows)
       view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
-      S, dS = pallas.load(view(h_ref), exists), pallas.load(view(dh_ref), exists)
+      S, dS = pallas.load(view(S_ref), exists), pallas.load(view(dh_ref), exists)
       v_new, dres = (load_v(ref, v_cols, v_exists) for ref in (v_new_ref, dres_ref))
       via_dS += dot(v_new, dS, trans_b=True)
       via_S += dot(dres, S, trans_b=True)
