@@ -261,9 +261,7 @@ def _backward(static, stages, q, k, v, g, beta, initial_state, cu_seqlens, kept,
     q, k, wide_beta, Ti, do, dv, at.g_rows, at.g_tokens, static.scale, dfinal_state,
     initial_state is not None, **at.rows,
   )  # fmt: skip
-  states = stages.chunk_gated_delta_product_states(
-    k, v_new, h, at.g_rows, Ti.shape[-1], **at.rows
-  )
+  states = stages.chunk_gated_delta_product_states(k, v_new, h, at.g_rows, Ti.shape[-1], **at.rows)
   dk, dv, dbeta, dg_rows = stages.chunk_gated_delta_product_bwd_wy(
     k, v, wide_beta, states, v_new, dh, dres, dk, at.g_rows, chunk_size=Ti.shape[-1], **at.rows
   )

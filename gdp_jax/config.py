@@ -1,7 +1,9 @@
 """The one place that chooses block sizes, warps and pipeline stages."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 
 
@@ -14,7 +16,7 @@ class Config:
     block_v: columns of V that one program works on, likewise.
     num_warps: warps of 32 threads of a program.
     num_stages: depth of the loads' software pipeline.
-    unroll: row chunks that a sweep takes in one step, a divisor of M.
+    unroll: row chunks that a sweep takes in one step; divides M, or is a multiple of it.
   """
 
   block_k: int = 64
@@ -43,12 +45,21 @@ SWEEPS = (
   "chunk_gated_delta_product_fwd_h",
   "chunk_gated_delta_product_fwd_wy_h",
 )
-MULTIPROCESSORS = 132  # of an H100 or H200
 
 
-def choose(
-  stage: str, K: int, V: int, dtype, streams: int = 1, num_householder: int = 1
-) -> Config:
+@functools.cache
+def device_limits() -> tuple[int, int]:
+  """Multiprocessors, and bytes of shared memory that a program may have: of the first GPU, or of an
+  H200 where there is none."""
+  device = jax.devices()[0]
+  if device.platform != "gpu":
+    return 132, 232_448
+  capability = getattr(device, "compute_capability", "")
+  most = {"8.0": 166_912, "9.0": 232_448, "10.0": 232_448, "10.3": 232_448}
+  return getattr(device, "core_count", 132), most.get(capability, 101_376)
+
+
+def choose(stage: str, K: int, V: int, dtype, streams: int = 1, num_householder: int = 1) -> Config:
   """The Config of a stage for heads of K and V channels, in bf16 or fp16 or fp32.
 
   `streams` (sequences times value heads) and `num_householder` are for the sweeps. A sequence's
@@ -84,7 +95,9 @@ def choose(
       return Config(block(K, 64), block(V, 32), num_stages=1)
     return Config(block(K, 64), block(V, 64), num_stages=3)
   if stage == "chunk_gated_delta_product_states":
-    return Config(block(K, 64 if wide else 128), block(V, 64), num_stages=1 if wide else 2)
+    if wide:
+      return Config(block(K, 64), block(V, 64), num_stages=1)
+    return Config(block(K, 128), block(V, 128), num_warps=8 if K > 64 and V > 64 else 4)
   if stage == "prepare_fwd":
     return Config(block_v=1024)
   if stage == "fused_recurrent_gated_delta_product_fwd":
@@ -100,18 +113,21 @@ def _sweep(stage, K, V, wide, streams, M):
   many streams for that, the widest, which does most in a step. The state tile [K, block_v] lives in
   registers, in fp32.
   """
+  multiprocessors, shared_memory = device_limits()
   widest = 64 if not wide else 32 if K <= 128 else 16
-  narrow = [v for v in (16, 32) if v < widest and streams * -(-V // v) <= MULTIPROCESSORS]
+  narrow = [v for v in (16, 32) if v < widest and streams * -(-V // v) <= multiprocessors]
   block_v = block(V, narrow[0] if narrow else widest)
   if wide:
     # fp32 products split their operands in shared memory: with K > 128 no pipeline fits.
     return Config(block(K, 64), block_v, num_stages=2 if K <= 128 else 1)
   if K > 128:
     return Config(block(K, 128), block_v, num_warps=8 if block_v == 64 else 4, num_stages=2)
-  # All row chunks of a token chunk in one step: then what only the first of them does costs the
-  # others nothing. Unless two steps' loads, at 64 rows of 2 bytes, leave no room in shared memory.
-  row_chunk = 128 * (block(K, 128) + 64 + block_v)
-  output = 128 * (block(K, 128) + block_v) if stage == "chunk_gated_delta_product_bwd_h" else 0
-  fits = [u for u in (1, 2, 3) if M % u == 0 and 2 * (u * row_chunk + output) <= 200_000]
-  unroll = fits[-1]
-  return Config(block(K, 128), block_v, num_stages=3 if unroll == 1 else 2, unroll=unroll)
+  # Two row chunks a step save the second one what only a token chunk's first one does, and half of
+  # the waiting between steps; if the loads of three steps, 64 rows of 2 bytes, have room.
+  unroll = 2 if M == 1 or M % 2 == 0 else 1
+  loads = unroll * (block(K, 128) + 64 + block_v)
+  if stage == "chunk_gated_delta_product_bwd_h":
+    loads += max(1, unroll // M) * (block(K, 128) + block_v)
+  if 3 * 128 * loads > shared_memory - 16_000:  # the rest is for results on their way
+    unroll = 1
+  return Config(block(K, 128), block_v, num_stages=3, unroll=unroll)

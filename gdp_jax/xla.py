@@ -46,9 +46,7 @@ def chunk_scaled_dot_kkt_fwd(
   return chunks.join(A).astype(output_dtype)
 
 
-def solve_tril(
-  A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False
-):
+def solve_tril(A, cu_seqlens=None, chunk_indices=None, output_dtype=jnp.float32, allow_tf32=False):
   del allow_tf32  # there is no faster solver to allow
   C = A.shape[-1]
   chunks = _Chunks(A, C, cu_seqlens, chunk_indices)
@@ -179,8 +177,8 @@ def chunk_gated_delta_product_states(
   for m in range(M - 1):
     x = (a[:NC, :, m] for a in (k_rows, v_new, G))  # what lies behind is the padding's
     states.append(jax.vmap(_next_state)(states[-1], *x))
-  states = jnp.swapaxes(jnp.stack(states, 2), 0, 1)
-  return states.reshape(B, NC * M, *h.shape[2:]).astype(k.dtype)
+  rows = jnp.swapaxes(jnp.stack(states, 2), 0, 1)
+  return rows.reshape(B, NC * M, *h.shape[2:]).astype(k.dtype)
 
 
 def chunk_gated_delta_product_fwd_o(

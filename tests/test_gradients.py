@@ -7,6 +7,7 @@ is plain autodiff of these.
 
 import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -672,12 +673,13 @@ STAGES = [
 
 def rounds(dtype):
   """[{stage: Config}]: each stage has in each round the next of all that it can get."""
+  sweeps = list(itertools.product((1, 5, 1000), (2, 3)))
   every = {
     stage: dict.fromkeys(
-      config.choose(stage, K, V, jnp.dtype(dtype), streams)
+      config.choose(stage, K, V, jnp.dtype(dtype), streams, M)
       for K in (16, 32, 64, 96, 128, 160, 192, 256)
       for V in (16, 32, 64, 96, 128, 160, 192, 256, 512)
-      for streams in ((1, 5, 1000) if stage in config.SWEEPS else (1,))
+      for streams, M in (sweeps if stage in config.SWEEPS else [(1, 2)])
     )
     for stage in STAGES
   }
@@ -713,12 +715,12 @@ def test_the_number_of_streams_changes_no_bit(monkeypatch, dtype, K):
 
   for streams in (1, 20, 1000):
     jax.clear_caches()  # what is compiled has its Config inside
-    fixed = lambda *args, streams=streams: choose(*args[:4], streams)
+    fixed = lambda *args, streams=streams: choose(*args[:4], streams, *args[5:])
     monkeypatch.setattr(config, "choose", fixed)
     results.append(jax.jit(run)(make_inputs(case), make_cotangents(case)))
   jax.clear_caches()
   chosen = {
-    choose(config.SWEEPS[0], K, 128, jnp.dtype(dtype), streams) for streams in (1, 20, 1000)
+    choose(config.SWEEPS[0], K, 128, jnp.dtype(dtype), streams, case.M) for streams in (1, 20, 1000)
   }
   assert len(chosen) > 1, "nothing was chosen by the number of streams"
   for result in results[1:]:

@@ -23,15 +23,16 @@ from gdp_jax.benchmark.measure import compile_later, kernel_ms, reason
 # The stages that can be tuned, and which fields of a Config each looks at.
 WARPS = ("num_warps",)
 ALL = ("block_k", "block_v", "num_warps", "num_stages")
+SWEEP = (*ALL, "unroll")
 TUNED = {
   "chunk_local_cumsum": WARPS,
   "chunk_scaled_dot_kkt_fwd": ("block_k", "num_warps", "num_stages"),
   "solve_tril": WARPS,
-  "chunk_gated_delta_product_fwd_wy_h": ALL,
+  "chunk_gated_delta_product_fwd_wy_h": SWEEP,
   "chunk_gated_delta_product_fwd_o": ALL,
   "chunk_gated_delta_product_states": ALL,
   "chunk_gated_delta_product_bwd_o": ALL,
-  "chunk_gated_delta_product_bwd_h": ALL,
+  "chunk_gated_delta_product_bwd_h": SWEEP,
   "chunk_gated_delta_product_bwd_wy": ALL,
   "fused_recurrent_gated_delta_product_fwd": ("block_v", "num_warps"),
 }
@@ -74,8 +75,9 @@ def candidates(stage: str, K: int, V: int, chosen: config.Config) -> list[config
   values = dict(
     block_k=blocks(K)[-2:],
     block_v=blocks(V),
-    num_warps=(4, 8) if fields == ALL else (1, 2, 4, 8),
+    num_warps=(4, 8) if "block_k" in fields and "block_v" in fields else (1, 2, 4, 8),
     num_stages=(1, 2, 3),
+    unroll=(1, 2),
   )
   tried = itertools.product(*(values[field] for field in fields))
   others = [dataclasses.replace(chosen, **dict(zip(fields, x, strict=True))) for x in tried]

@@ -92,7 +92,7 @@ def chunk_gated_delta_product_fwd_wy_h(
 
 def _fwd_h(
   k, x, w, A, beta, g, initial_state, output_final_state, C, cu_seqlens, M, implementation, stage,
-):
+):  # fmt: skip
   """The forward sweeps; x is u where there is w, v where there is A."""
   name = "v" if w is None else "u"
   sizes = inputs.check_stage(
@@ -107,6 +107,7 @@ def _fwd_h(
   _check_sequences("initial_state", sizes, N)
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
   cfg = config.choose(stage, K, V, k.dtype, N * HV, M)
+  unroll = _unroll(cfg, M)
   h, v_new, final_state = pallas.call(
     _fwd_h_kernel,
     bounds,
@@ -130,12 +131,20 @@ def _fwd_h(
     C=C,
     M=M,
     N=N,
-    whole=metadata.all_whole(R, M * C, cu_seqlens),
-    unroll=cfg.unroll,
+    whole=metadata.all_whole(R, max(M, unroll) * C, cu_seqlens),
+    unroll=unroll,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
   return h.reshape(B, NC, HV, K, V), v_new.reshape(B, R, HV, V), final_state
+
+
+def _unroll(cfg, M):
+  if M % cfg.unroll and cfg.unroll % M:
+    raise ValueError(
+      f"a Config's unroll must divide num_householder={M} or be a multiple, got {cfg.unroll}"
+    )
+  return cfg.unroll
 
 
 def _check_sequences(name, sizes, N):
@@ -194,7 +203,7 @@ def _fwd_h_kernel(
     valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
     if may_be_first:
       # Beyond the last valid row there is no chunk, and no place to store its state.
-      is_first = None if unroll == M else lax.rem(c, M) == 0
+      is_first = None if unroll % M == 0 else lax.rem(c, M) == 0
       keep = pallas.both(pallas.below(first_row, stop, whole), is_first)
       state.store(h_ref, chunk0 + lax.div(c, M), S, keep)
     k = [
@@ -229,7 +238,7 @@ def _fwd_h_kernel(
 
   def step(s, S):
     for u in range(unroll):
-      S = row_chunk(s * unroll + u, S, may_be_first=u == 0)
+      S = row_chunk(s * unroll + u, S, may_be_first=u % M == 0)
     return S
 
   S = state.load(initial_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
@@ -306,6 +315,7 @@ def chunk_gated_delta_product_bwd_h(
   _check_sequences("dfinal_state", sizes, N)
   flat = lambda x: None if x is None else x.reshape(-1, *x.shape[2:])
   cfg = config.choose("chunk_gated_delta_product_bwd_h", K, V, k.dtype, N * HV, M)
+  unroll = _unroll(cfg, M)
   dh, dres, dinitial_state = pallas.call(
     _bwd_h_kernel,
     bounds,
@@ -324,6 +334,7 @@ def chunk_gated_delta_product_bwd_h(
       jax.ShapeDtypeStruct((B * R, HV, V), dv.dtype),
       jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_dinitial_state else None,
     ),
+    in_place={6: 1},  # dres of dv
     config=cfg,
     implementation=implementation,
     name="gdp_chunk_gated_delta_product_bwd_h",
@@ -332,8 +343,8 @@ def chunk_gated_delta_product_bwd_h(
     C=C,
     M=M,
     N=N,
-    whole=metadata.all_whole(R, M * C, cu_seqlens),
-    unroll=cfg.unroll,
+    whole=metadata.all_whole(R, max(M, unroll) * C, cu_seqlens),
+    unroll=unroll,
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
@@ -408,7 +419,7 @@ def _bwd_h_kernel(
     """dS and what comes to the state that enters a token chunk, through the chunk's own output."""
     tokens = lax.div(first_row, M) + i
     in_sequence = pallas.below(tokens, lax.div(stop, M), whole)
-    is_first = None if unroll == M else lax.rem(c, M) == 0
+    is_first = None if unroll % M == 0 else lax.rem(c, M) == 0
     view = pallas.tile(do_ref, tokens, hv, v_cols)
     do = pallas.load(view, pallas.mask(in_sequence, v_exists, is_first))
     do = do.astype(jnp.float32) * scale
@@ -427,7 +438,7 @@ def _bwd_h_kernel(
 
   def step(s, dS):
     for u in reversed(range(unroll)):
-      dS = row_chunk((steps - 1 - s) * unroll + u, dS, may_be_first=u == 0)
+      dS = row_chunk((steps - 1 - s) * unroll + u, dS, may_be_first=u % M == 0)
     return dS
 
   dS = state.load(dfinal_ref, jnp.minimum(n, N - 1), real, block_k, block_v)

@@ -77,8 +77,7 @@ def fused_recurrent_gated_delta_product_fwd(
     state,
     grid=(N * HV * -(-V // cfg.block_v),),
     out_shape=(jax.ShapeDtypeStruct((N, T, HV, V), v.dtype), state_out, states),
-    # The pool is the last operand that there is, and the second result.
-    in_place=pooled and output_state,
+    in_place={6: 1} if pooled and output_state else None,
     config=cfg,
     implementation=implementation,
     name="gdp_fused_recurrent_fwd",

@@ -46,16 +46,16 @@ def dispatch(implementation, kernel, plain, *args, advice):
 
 
 def call(
-  kernel, *args, grid, out_shape, config: Config, implementation: str, name: str, in_place=False,
-  **static,
+  kernel, *args, grid, out_shape, config: Config, implementation: str, name: str,
+  in_place: dict[int, int] | None = None, **static,
 ):  # fmt: skip
   """Runs `kernel(*arg_refs, *out_refs, **static)`; an argument may be None, and arrives so.
 
   A kernel that multiplies matrices has a keyword `dot`, passed here as None: it gets `dot` below,
   bound to the implementation.
 
-  With `in_place` the second result takes the place of the last argument: what the kernel does not
-  write stays as it was.
+  With `in_place`, {argument: result}, a result takes the place of an argument, where nothing else
+  needs that: what the kernel does not write stays as it was.
 
   Raises:
     ValueError: implementation is neither "pallas" nor "interpret"; or on several devices, outside
@@ -73,7 +73,9 @@ def call(
     static["dot"] = functools.partial(dot, interpret=interpret)
   if 0 in grid:
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
-    return (nothing[0], args[-1], *nothing[2:]) if in_place else nothing
+    for argument, result in (in_place or {}).items():
+      nothing = (*nothing[:result], args[argument], *nothing[result + 1 :])
+    return nothing
   body = functools.partial(kernel, **static)
   # The backend takes the kernel's name from the function.
   named = lambda *refs: body(*refs)
@@ -84,7 +86,10 @@ def call(
     out_shape=out_shape,
     interpret=interpret,
     name=name,
-    input_output_aliases={len(jax.tree.leaves(args)) - 1: 1} if in_place else {},
+    input_output_aliases={
+      len(jax.tree.leaves(args[:argument])): len(jax.tree.leaves(out_shape[:result]))
+      for argument, result in (in_place or {}).items()
+    },
     compiler_params=plt.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
   )(*args)
 

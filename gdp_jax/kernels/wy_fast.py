@@ -154,7 +154,8 @@ def chunk_gated_delta_product_bwd_wy(
   """
   M = num_householder
   sizes = inputs.check_stage(
-    M, k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"), states=(states, "B S HV K V"), dh=(dh, "B S HV K V"),
+    M, k=(k, "B R H K"), v=(v, "B R HV V"), beta=(beta, "B R HV"),
+    states=(states, "B S HV K V"), dh=(dh, "B S HV K V"),
     v_new=(v_new, "B R HV V"), dres=(dres, "B R HV V"), dk=(dk, "B R HV K"), g=(g, "B R HV"),
   )  # fmt: skip
   B, R, K, HV, V = (sizes[c] for c in ("B", "R", "K", "HV", "V"))
@@ -181,6 +182,7 @@ def chunk_gated_delta_product_bwd_wy(
       jax.ShapeDtypeStruct((B * R, HV), jnp.float32),
       None if g is None else jax.ShapeDtypeStruct((B * R, HV), jnp.float32),
     ),
+    in_place={7: 1, 8: 0},  # dv of dres, and dk
     config=cfg,
     implementation=implementation,
     name="gdp_chunk_gated_delta_product_bwd_wy",
@@ -247,8 +249,6 @@ def _bwd_wy_kernel(
     minus_dA += dot(dres, v_new, trans_b=True)  # a product adds to what there is, for nothing
     dres = dres.astype(jnp.float32)
     dbeta += jnp.sum(dres * v.astype(jnp.float32), axis=1)
-    view = pallas.tile(dv_ref, rows, hv, cols)
-    pallas.store(view, beta[:, None] * dres, pallas.mask(written, exists))
     return minus_dA, dbeta
 
   def keys(cols, exists, kk):
@@ -308,6 +308,13 @@ def _bwd_wy_kernel(
     return y, z, product
 
   y, z, product = pallas.over_blocks(K, block_k, through_states, (row, row, jnp.float32(0.0)))
+
+  def store_dv(cols, exists, _):
+    dv = beta[:, None] * load_v(dres_ref, cols, exists).astype(jnp.float32)
+    pallas.store(pallas.tile(dv_ref, rows, hv, cols), dv, pallas.mask(written, exists))
+    return ()
+
+  pallas.over_blocks(V, block_v, store_dv, ())  # last, since dv takes the place of dres
   z *= from_start
   pallas.store(dbeta_ref.at[rows, hv], dbeta - z, written)
 
