@@ -23,8 +23,8 @@ The batch first: nothing moves, and the weights are whole. Then the heads, n up 
 weights cut alike: again nothing moves here, and a layer's output projection ends in the all-reduce
 of [B, T, D] that tensor parallelism has anyway. The sequence last, for a sequence that one device
 cannot hold, or too few rows and heads to go round: what moves does not depend on T, but the work
-does, since a device runs its segment twice, first with K more columns. So the forward pass takes
-about 1 + (V + K) / V times the work of a call, on n devices. The axes combine.
+does, since a device runs its segment with K more columns: both passes take about (V + K) / V times
+the work of a call, on n devices. The axes combine.
 
 Packed, each device holds the states in front of all N sequences, 4 N HV K V bytes, given or not.
 
@@ -36,9 +36,10 @@ purpose as a tuple.
 
     S_out = P S_in + F,    P [K, K], F [K, V],
 
-and the operator itself computes it: of the values [v | 0] and the initial state [F_0 | I] the final
-state is [F | P]. An all-gather gives every device the effects of all, each device folds those in
-front of it, and runs its segment from its true initial state. Gradients are those of these steps:
+and so is each token's output, o + o' S_in. The operator itself computes them: of the values [v | 0]
+and the initial state [F_0 | I] the final state is [F | P] and the output [o | o']. An all-gather
+gives every device the effects of all, each device folds those in front of it, and adds what the
+state that it gets makes of its outputs. Gradients are those of these steps:
 the all-gather's is a reduce-scatter of the same size, and nothing of a stream's size moves in
 either direction. Of packed sequences at most one leaves a device for the next one, and its effect
 is what moves; if it began on this device, P does not count.
@@ -386,61 +387,51 @@ def context_parallel_gated_delta_product(
     use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, implementation=implementation,
   )  # fmt: skip
   B, HV, K, V = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
-  if cu_seqlens is None:
-    first = jnp.zeros((B, HV, K, V)) if initial_state is None else initial_state
-    effects = _segment_effects(operator, (q, k, v, g, beta), jnp.zeros_like(first), axis_name)
-    final_state, entering = _fold(effects, first.astype(jnp.float32), jnp.ones(n, bool))
-    o, _ = operator(q, k, v, g, beta, initial_state=entering[i])
-    return o, final_state if output_final_state else None
-
-  N = cu_seqlens.shape[0] - 1
-  states = jnp.zeros((N, HV, K, V)) if initial_state is None else initial_state
-  # Each border's sequence, and whether it lies on both sides of it.
+  N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  states = jnp.zeros((N, HV, K, V)) if initial_state is None else initial_state.astype(jnp.float32)
+  # Each border's sequence, and whether it lies on both sides of it. Without offsets all do so.
   borders = T * jnp.arange(n + 1, dtype=jnp.int32)
-  sequence = metadata.sequence_of(borders, cu_seqlens)
-  crossed = (cu_seqlens[sequence] < borders) & (borders < cu_seqlens[sequence + 1])
-  # Whether what leaves segment j has entered it too, rather than begun in it.
-  passes = crossed[1:] & (cu_seqlens[sequence[1:]] < borders[:-1])
+  if cu_seqlens is None:
+    enters, passes, local = jnp.ones((B,), bool), jnp.ones(n, bool), None
+    entered = jnp.ones((1, T), bool)
+  else:
+    sequence = metadata.sequence_of(borders, cu_seqlens)
+    crossed = (cu_seqlens[sequence] < borders) & (borders < cu_seqlens[sequence + 1])
+    # Whether what leaves segment j has entered it too, rather than begun in it.
+    passes = crossed[1:] & (cu_seqlens[sequence[1:]] < borders[:-1])
+    enters = crossed[i] & (jnp.arange(N) == sequence[i])
+    local = jnp.clip(cu_seqlens - borders[i], 0, T)
+    entered = crossed[i] & (jnp.arange(T) < local[sequence[i] + 1])[None]
 
-  # The effect is that of the leaving sequence. Tokens of others, or padding, are made to have none.
-  token = borders[i] + jnp.arange(T, dtype=jnp.int32)
-  leaves = crossed[i + 1] & (token >= cu_seqlens[sequence[i + 1]])
-  own = tuple(
-    None if x is None else metadata.where_tokens(x, leaves[None]) for x in (q, k, v, g, beta)
-  )
-  first = jnp.where(passes[i], 0, states[sequence[i + 1]])[None]
-  effects = _segment_effects(operator, own, first, axis_name)
-  _, entering = _fold(effects, jnp.zeros((1, HV, K, V)), passes)
-
-  enters = crossed[i] & (jnp.arange(N) == sequence[i])
-  o, final_state = operator(
-    q, k, v, g, beta,
-    initial_state=jnp.where(enters[:, None, None, None], entering[i], states),
-    output_final_state=output_final_state,
-    cu_seqlens=jnp.clip(cu_seqlens - borders[i], 0, T),
+  # [F | P] of the values [v | 0] and the state [F_0 | I]; of sequences that begin here P is 0.
+  enters = enters[:, None, None, None]
+  begin = [jnp.where(enters, 0, states), jnp.where(enters, jnp.eye(K), 0)]
+  begin[1] = jnp.broadcast_to(begin[1], (N, HV, K, K))
+  o, effects = operator(
+    q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, K))), g, beta,
+    initial_state=jnp.concatenate(begin, axis=-1), output_final_state=True, cu_seqlens=local,
   )  # fmt: skip
-  if output_final_state:
+  leaving = effects if cu_seqlens is None else effects[sequence[i + 1]][None]
+  first = states if cu_seqlens is None else jnp.zeros((1, HV, K, V))
+  final_state, entering = _fold(lax.all_gather(leaving, axis_name), first, passes)
+  S = entering[i]
+
+  # Masked on both sides of the product: what is not finite in other sequences must not come through
+  # as 0 * inf, here or in the gradient.
+  of_S = metadata.where_tokens(o[..., V:], entered).astype(jnp.float32)
+  precision = "highest" if v.dtype == jnp.float32 else None  # else o is rounded anyway
+  from_S = jnp.einsum("bthk,bhkv->bthv", of_S, S, precision=precision)
+  o = (o[..., :V] + metadata.where_tokens(from_S, entered)).astype(v.dtype)
+  if not output_final_state:
+    return o, None
+  if cu_seqlens is not None:
     # Of the device with a sequence's last token; of an empty sequence they are all the same.
+    F, P = effects[..., :V], jnp.where(enters, effects[..., V:], 0)
+    final_state = F + jnp.matmul(P, jnp.where(enters, S, 0), precision="highest")
     last = jnp.clip((cu_seqlens[1:] - 1) // max(T, 1), 0, n - 1)
     final_state = jnp.where((last == i)[:, None, None, None], final_state, 0)
     final_state = lax.psum(final_state, axis_name)
   return o, final_state
-
-
-def _segment_effects(operator, segment, first, axis_name):
-  """[F | P] of each segment, fp32 [n, B, HV, K, V + K]; this device's is of its own `segment`.
-
-  F is the state after it if `first` [B, HV, K, V] is the one before it, P what it does to others.
-  """
-  q, k, v, g, beta = segment
-  K = q.shape[-1]
-  eye = jnp.broadcast_to(jnp.eye(K), (*first.shape[:-1], K))
-  _, effect = operator(
-    q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, K))), g, beta,
-    initial_state=jnp.concatenate([first.astype(jnp.float32), eye], axis=-1),
-    output_final_state=True,
-  )  # fmt: skip
-  return lax.all_gather(effect, axis_name)
 
 
 def _fold(effects, first, passes):

@@ -191,6 +191,21 @@ def test_list(monkeypatch, capsys):
   assert "packed [0, 100, 1000, 3000, 5000, 8192]" in listed[3]
 
 
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+def test_several_devices(tmp_path, capsys):
+  """On the CPU's virtual devices, where the ratio means nothing."""
+  path = tmp_path / "numbers.json"
+  command.main(["--devices", "2", "--tiny", "--dtype", "float32", "--json", str(path), *ONCE])
+  lines = json.loads(path.read_text())["devices"]
+  axes = ["batch_axis", "head_axis", "sequence_axis"]
+  assert [line["axis"] for line in lines] == [axis for axis in axes for _ in range(2)]
+  assert all(min(line["wall_ms"]) > 0 and not line["note"] for line in lines)
+  assert capsys.readouterr().out.count("sequence_axis") == 2
+  with pytest.raises(SystemExit):
+    command.main(["--devices", "100"])
+  assert f"--devices must be 2 to {jax.device_count()}, got 100" in capsys.readouterr().err
+
+
 def test_kernel_times(monkeypatch):
   assert measure.has_cuda() or measure.kernel_ms(lambda: 0, 1) is None
   timings = [("a", 1.0), ("b", 10.0), ("a", 3.0), ("b", 20.0), ("a", 2.0), ("b", 90.0)]

@@ -30,6 +30,7 @@ from gdp_jax.benchmark.measure import (
   measure,
   reason,
 )
+from gdp_jax.benchmark.several import CASE_OF_AXIS, report_spread, spread
 from gdp_jax.benchmark.tune import TUNED, tune
 
 
@@ -179,6 +180,7 @@ def parse(argv: list[str] | None) -> tuple[list[Case], argparse.Namespace]:
   add("--scan", action="store_true", help="also time the recurrence, which is slow")
   add("--tiny", action="store_true", help="shrink the cases on a GPU too")
   add("--list", action="store_true", help="print the cases, and end")
+  add("--devices", type=int, metavar="N", help="time N devices against one, and nothing else")
   add("--tune", metavar="CASE", help="search the best Configs for a case or for B,T,H,HV,K,V,M")
   add("--stages", type=words, metavar="A,B", default=TUNED, help="what to tune (all stages)")
   options = parser.parse_args(argv)
@@ -195,6 +197,10 @@ def parse(argv: list[str] | None) -> tuple[list[Case], argparse.Namespace]:
     parser.error(f"--iterations must be at least 1, got {options.iterations}")
   if options.json and not options.json.parent.is_dir():
     parser.error(f"--json: there is no folder {options.json.parent}")
+  if options.devices is not None:
+    if not 2 <= options.devices <= jax.device_count():
+      parser.error(f"--devices must be 2 to {jax.device_count()}, got {options.devices}")
+    return [CASES[name] for name in CASE_OF_AXIS.values()], options
   if not options.tune:
     cases = [known[name] for name in dict.fromkeys(given) if known[name].modes(options.only)]
     return cases or parser.error("none of these cases has any of these modes"), options
@@ -231,10 +237,16 @@ def main(argv: list[str] | None = None) -> None:
   if options.tiny or not has_cuda():
     cases = [case.tiny() for case in cases]
     print("the cases are shrunk: on a GPU, and at full size, all is different")
-  elif options.peers and not installed("fla"):
+  elif options.peers and not options.devices and not installed("fla"):
     print("flash-linear-attention is not installed")
   about |= dict(dtype=options.dtype, cases={case.name: dataclasses.asdict(case) for case in cases})
-  if options.tune:
+  if options.devices:
+    lines = []
+    for case, axis in zip(cases, CASE_OF_AXIS, strict=True):
+      lines += spread(case, axis, options.devices, options.dtype, options.iterations)
+    report_spread(lines, cases)
+    about |= dict(devices=[dataclasses.asdict(line) for line in lines])
+  elif options.tune:
     about |= dict(tuned=tune(cases[0], options.stages, options.dtype, options.iterations))
   else:
     found = run(cases, options)
