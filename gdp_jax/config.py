@@ -97,7 +97,8 @@ def choose(stage: str, K: int, V: int, dtype, streams: int = 1, num_householder:
   if stage == "chunk_gated_delta_product_states":
     if wide:
       return Config(block(K, 64), block(V, 64), num_stages=1)
-    return Config(block(K, 128), block(V, 128), num_warps=8 if K > 64 and V > 64 else 4)
+    blocks = block(K, 128), block(V, 128)
+    return Config(*blocks, num_warps=8 if blocks == (128, 128) else 4)
   if stage == "prepare_fwd":
     return Config(block_v=1024)
   if stage == "fused_recurrent_gated_delta_product_fwd":
@@ -125,9 +126,11 @@ def _sweep(stage, K, V, wide, streams, M):
   # Two row chunks a step save the second one what only a token chunk's first one does, and half of
   # the waiting between steps; if the loads of three steps, 64 rows of 2 bytes, have room.
   unroll = 2 if M == 1 or M % 2 == 0 else 1
-  loads = unroll * (block(K, 128) + 64 + block_v)
+  columns = -(-K // block(K, 128)) * block(K, 128)
+  w_or_Ti = columns if stage == "chunk_gated_delta_product_fwd_h" else 64
+  loads = unroll * (columns + w_or_Ti + block_v)
   if stage == "chunk_gated_delta_product_bwd_h":
-    loads += max(1, unroll // M) * (block(K, 128) + block_v)
+    loads += max(1, unroll // M) * (columns + block_v)
   if 3 * 128 * loads > shared_memory - 16_000:  # the rest is for results on their way
     unroll = 1
   return Config(block(K, 128), block_v, num_stages=3, unroll=unroll)

@@ -281,3 +281,13 @@ def test_check_inputs_needs_values():
     check_inputs(**arguments(q=q))
 
   assert_raises(TypeError, ["q is a tracer", "outside jit"], jax.jit(f), q=make_inputs(CASE)["q"])
+
+
+def test_a_smaller_gpu_gets_a_smaller_config(monkeypatch):
+  choose = lambda K: config.choose(config.SWEEPS[-1], K, 128, jnp.bfloat16, 64, 2)
+  assert choose(128).unroll == 2 and choose(256).unroll == 1
+  monkeypatch.setattr(config, "device_limits", lambda: (72, 101_376))
+  assert choose(128).unroll == 1
+  assert choose(64).block_v == 64
+  monkeypatch.setattr(config, "device_limits", lambda: (1000, 232_448))
+  assert choose(64).block_v == 16

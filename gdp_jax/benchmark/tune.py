@@ -62,9 +62,12 @@ def stage_calls(case: Case, dtype: str, implementation: str) -> dict[str, tuple[
 
   mode = "decode" if case.decode else "backward"
   args = without_do(mode, *jax.jit(make_inputs, static_argnums=(0, 1))(case, dtype))
+  # What was traced before has no recorder in it, and what is traced here is for nothing else.
+  jax.clear_caches()
   with mock.patch.multiple(kernels, **{name: recorder(name) for name in TUNED}):
     jax.block_until_ready(jax.jit(program(case, mode, implementation))(*args))
   jax.effects_barrier()
+  jax.clear_caches()
   return {name: (f, jax.device_put(list(x), jax.devices()[0])) for name, (f, x) in calls.items()}
 
 
