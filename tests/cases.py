@@ -32,8 +32,9 @@ quick_jit = functools.partial(
 # float32: the contract. Rounding, 6e-8, grows with the rows of a chunk and with the inverse's
 #   condition: 3e-7 is measured on random keys, 5e-6 on strongly correlated ones.
 # bfloat16: a rounding is at most 2^-8, 1.6e-3 in the mean square. The residual, v_new, S and o are
-#   each rounded once (Ti and the attention keep 16 bits): sqrt(4) * 1.6e-3 = 3.2e-3. The state's
-#   part of o and the chunk's own partly cancel, for which twice that is allowed.
+#   each rounded once (the attention keeps 16 bits; of Ti only what is off its unit diagonal is
+#   rounded, and small): sqrt(4) * 1.6e-3 = 3.2e-3. The state's part of o and the chunk's own partly
+#   cancel, for which twice that is allowed.
 # float16: computed in fp32, o is rounded once; the same bound.
 BOUNDS = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 6e-3}
 
