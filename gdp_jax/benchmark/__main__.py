@@ -242,7 +242,9 @@ def main(argv: list[str] | None = None) -> None:
   about |= dict(dtype=options.dtype, cases={case.name: dataclasses.asdict(case) for case in cases})
   if options.devices:
     lines = []
-    for case, axis in zip(cases, CASE_OF_AXIS, strict=True):
+    axes = tqdm(CASE_OF_AXIS, unit="axis", leave=False, disable=None)
+    for case, axis in zip(cases, axes, strict=True):
+      axes.set_description(axis)
       lines += spread(case, axis, options.devices, options.dtype, options.iterations)
     report_spread(lines, cases)
     about |= dict(devices=[dataclasses.asdict(line) for line in lines])
