@@ -295,9 +295,10 @@ def chunk_gated_delta_product_bwd_h(
     implementation: "pallas" or "interpret".
 
   Returns:
-    dh: dS of each row chunk, k's dtype, [B, NC * M, HV, K, V] as the states of
-      `chunk_gated_delta_product_fwd_wy_h`; unused ones are not written.
-    dres: cotangent of beta (v - 2^G (k S)) [B, R, HV, V], dv's dtype; 0 in rows of no sequence.
+    dh: dS of each row chunk, k's dtype, [B, NC * M, HV, K, V] as from
+      `chunk_gated_delta_product_states`; unused ones are not written.
+    dres: cotangent of beta (v - 2^G (k S)) [B, R, HV, V], dv's dtype, in dv's place where that is
+      not needed any more; 0 in rows of no sequence.
     dinitial_state: [N, HV, K, V] in fp32, or None.
 
   Source: this project; checked against autodiff of the recurrence.
