@@ -121,16 +121,17 @@ def _sweep(stage, K, V, wide, streams, M):
   if wide:
     # fp32 products split their operands in shared memory: with K > 128 no pipeline fits.
     return Config(block(K, 64), block_v, num_stages=2 if K <= 128 else 1)
+  block_k = block(K, 128)
   if K > 128:
-    return Config(block(K, 128), block_v, num_warps=8 if block_v == 64 else 4, num_stages=2)
+    return Config(block_k, block_v, num_warps=8 if block_v == 64 else 4, num_stages=2)
   # Two row chunks a step save the second one what only a token chunk's first one does, and half of
   # the waiting between steps; if the loads of three steps, 64 rows of 2 bytes, have room.
   unroll = 2 if M == 1 or M % 2 == 0 else 1
-  columns = -(-K // block(K, 128)) * block(K, 128)
+  columns = -(-K // block_k) * block_k
   w_or_Ti = columns if stage == "chunk_gated_delta_product_fwd_h" else 64
   loads = unroll * (columns + w_or_Ti + block_v)
   if stage == "chunk_gated_delta_product_bwd_h":
     loads += max(1, unroll // M) * (columns + block_v)
   if 3 * 128 * loads > shared_memory - 16_000:  # the rest is for results on their way
     unroll = 1
-  return Config(block(K, 128), block_v, num_stages=3, unroll=unroll)
+  return Config(block_k, block_v, num_stages=3, unroll=unroll)

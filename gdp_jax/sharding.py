@@ -405,11 +405,11 @@ def context_parallel_gated_delta_product(
 
   # [F | P] of the values [v | 0] and the state [F_0 | I]; of sequences that begin here P is 0.
   enters = enters[:, None, None, None]
-  begin = [jnp.where(enters, 0, states), jnp.where(enters, jnp.eye(K), 0)]
-  begin[1] = jnp.broadcast_to(begin[1], (N, HV, K, K))
+  eye = jnp.broadcast_to(jnp.eye(K), (N, HV, K, K))
+  begin = jnp.concatenate([jnp.where(enters, 0, states), jnp.where(enters, eye, 0)], axis=-1)
   o, effects = operator(
     q, k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, K))), g, beta,
-    initial_state=jnp.concatenate(begin, axis=-1), output_final_state=True, cu_seqlens=local,
+    initial_state=begin, output_final_state=True, cu_seqlens=local,
   )  # fmt: skip
   leaving = effects if cu_seqlens is None else effects[sequence[i + 1]][None]
   first = states if cu_seqlens is None else jnp.zeros((1, HV, K, V))

@@ -190,7 +190,7 @@ def chunk_gated_delta_product_fwd_o(
   chunks = _Chunks(q, C, cu_seqlens, chunk_indices)
   rows = lambda x: chunks.split(x.reshape(*x.shape[:1], -1, M, *x.shape[2:]))  # [NC, C, M, ...]
   q = _repeat_heads(chunks.split(q), HV)
-  h = _pad_chunks(h.astype(jnp.float32).reshape(-1, *h.shape[2:]), q.shape[0])
+  h = _states(h, q.shape[0])
   causal = chunks.pairs(jnp.greater_equal)
   decay = causal.astype(jnp.float32)
   if g is not None:
@@ -214,7 +214,7 @@ def chunk_gated_delta_product_bwd_o(
   rows = lambda x: chunks.split(x.reshape(B, T, M, *x.shape[2:]))  # [NC, C, M, ...]
   q, do = _repeat_heads(chunks.split(q), HV), chunks.split(do)
   k_rows, v_rows = _repeat_heads(rows(k), HV, axis=3), rows(v)
-  h = _pad_chunks(h.astype(jnp.float32).reshape(-1, *h.shape[2:]), q.shape[0])
+  h = _states(h, q.shape[0])
 
   causal = chunks.pairs(jnp.greater_equal)
   E = scale * causal.astype(jnp.float32)
@@ -310,10 +310,7 @@ def chunk_gated_delta_product_bwd_wy(
   valid = chunks.valid.reshape(-1, C)
   i = jnp.arange(C)
   lower = (valid[:, :, None] & (i[:, None] > i))[:, :, None, :]
-  S, dS = (
-    _pad_chunks(x.astype(jnp.float32).reshape(-1, *x.shape[2:]), valid.shape[0])
-    for x in (states, dh)
-  )
+  S, dS = (_states(x, valid.shape[0]) for x in (states, dh))
   k_c, v_c, beta_c, v_new = _repeat_heads(split(k), HV), split(v), split(beta), split(v_new)
   dres = split(dres)
   G = jnp.zeros((valid.shape[0], C, HV)) if g is None else split(g)
@@ -348,8 +345,9 @@ def chunk_gated_delta_product_bwd_wy(
   return join(dk).astype(k.dtype), dv.astype(v.dtype), join(dbeta), dg
 
 
-def _pad_chunks(x, count):
-  """[chunk, ...] with chunks of zeros for the padding's, which store no state."""
+def _states(x, count):
+  """States [B, chunk, ...] as [count, ...] in fp32, with zeros for the chunks of the padding."""
+  x = x.astype(jnp.float32).reshape(-1, *x.shape[2:])
   return jnp.pad(x, [(0, count - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
 
 

@@ -123,11 +123,7 @@ def program(case: Case, mode: str, implementation: str) -> Callable:
     return dict(o=chunked(**widen(inputs))[0]), state
 
   def backward(state, inputs):
-    inputs = widen(inputs)
-    do, cu_seqlens = inputs.pop("do"), inputs.pop("cu_seqlens", None)
-    o, vjp = jax.vjp(lambda x: chunked(**x, cu_seqlens=cu_seqlens)[0], inputs)
-    (gradients,) = vjp(do)
-    return dict(o=o) | {f"d{name}": gradient for name, gradient in gradients.items()}, state
+    return with_gradients(chunked, widen(inputs)), state
 
   def decode(state, inputs):
     if implementation == "recurrence":
@@ -139,6 +135,15 @@ def program(case: Case, mode: str, implementation: str) -> Callable:
     return dict(o=o), state
 
   return dict(forward=forward, backward=backward, decode=decode)[mode]
+
+
+def with_gradients(operator: Callable, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """o and the gradients of a chunked operator, by name, for o's cotangent `do`."""
+  inputs = dict(inputs)
+  do, cu_seqlens = inputs.pop("do"), inputs.pop("cu_seqlens", None)
+  o, vjp = jax.vjp(lambda x: operator(**x, cu_seqlens=cu_seqlens)[0], inputs)
+  (gradients,) = vjp(do)
+  return dict(o=o) | {f"d{name}": gradient for name, gradient in gradients.items()}
 
 
 def without_do(mode, state, inputs):

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gdp_jax import chunk_gated_delta_product
-from gdp_jax.benchmark.cases import BOUNDS, Case, make_inputs
+from gdp_jax.benchmark.cases import BOUNDS, Case, make_inputs, with_gradients, without_do
 from gdp_jax.benchmark.measure import kernel_ms, reason, wall_ms
 from gdp_jax.benchmark.tune import largest_error
 from gdp_jax.sharding import sharded_gated_delta_product
@@ -37,8 +37,8 @@ def spread(case: Case, axis: str, n: int, dtype: str, iterations: int) -> list[L
     ValueError: they differ by more than rounding.
   """
   mesh = jax.make_mesh((n,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
-  spec = PartitionSpec(*("x" if axis == a else None for a in ("batch_axis", "sequence_axis")),
-                       "x" if axis == "head_axis" else None)  # fmt: skip
+  order = ("batch_axis", "sequence_axis", "head_axis")  # of a stream's first three axes
+  spec = PartitionSpec(*("x" if axis == name else None for name in order))
   _, inputs = jax.jit(make_inputs, static_argnums=(0, 1))(case, dtype)
   one = jax.device_put(inputs, jax.devices()[0])
   several = jax.device_put(inputs, NamedSharding(mesh, spec))
@@ -47,17 +47,11 @@ def spread(case: Case, axis: str, n: int, dtype: str, iterations: int) -> list[L
   over_mesh = partial(sharded_gated_delta_product, num_householder=case.M, mesh=mesh, **axes)
 
   def forward(operator, inputs):
-    inputs = {name: x for name, x in inputs.items() if name != "do"}
+    _, inputs = without_do("forward", None, inputs)
     return dict(o=operator(**inputs)[0])
 
-  def backward(operator, inputs):
-    inputs = dict(inputs)
-    do = inputs.pop("do")
-    o, vjp = jax.vjp(lambda x: operator(**x)[0], inputs)
-    return dict(o=o) | {f"d{name}": x for name, x in vjp(do)[0].items()}
-
   lines = []
-  for mode, f in dict(forward=forward, backward=backward).items():
+  for mode, f in dict(forward=forward, backward=with_gradients).items():
     line = Line(case.name, axis, mode, n)
     try:
       first = jax.jit(partial(f, plain)).lower(one).compile()

@@ -78,7 +78,7 @@ def candidates(stage: str, K: int, V: int, chosen: config.Config) -> list[config
   values = dict(
     block_k=blocks(K)[-2:],
     block_v=blocks(V),
-    num_warps=(4, 8) if "block_k" in fields and "block_v" in fields else (1, 2, 4, 8),
+    num_warps=(4, 8) if fields in (ALL, SWEEP) else (1, 2, 4, 8),
     num_stages=(1, 2, 3),
     unroll=(1, 2),
   )
