@@ -55,7 +55,10 @@ def call(
   bound to the implementation.
 
   With `in_place`, {argument: result}, a result takes the place of an argument, where nothing else
-  needs that: what the kernel does not write stays as it was.
+  needs that: what the kernel does not write stays as it was. A program's threads do not wait for
+  each other, so an element's store must be computed from its only load, or follow a `barrier`: a
+  keyword of the kernel, passed here as None. Nothing behind a call of it begins before all threads
+  of a program have done what is before it.
 
   Raises:
     ValueError: implementation is neither "pallas" nor "interpret"; or on several devices, outside
@@ -71,6 +74,8 @@ def call(
   args = inputs.refuse_partitioning(args, inputs.STAGE_SPLIT + inputs.TWIN_SPLIT)
   if "dot" in static:
     static["dot"] = functools.partial(dot, interpret=interpret)
+  if "barrier" in static:
+    static["barrier"] = (lambda: None) if interpret else plt.debug_barrier
   if 0 in grid:
     nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), out_shape)
     for argument, result in (in_place or {}).items():

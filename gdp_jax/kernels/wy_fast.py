@@ -187,6 +187,7 @@ def chunk_gated_delta_product_bwd_wy(
     implementation=implementation,
     name="gdp_chunk_gated_delta_product_bwd_wy",
     dot=None,
+    barrier=None,
     C=chunk_size,
     M=M,
     whole=metadata.all_whole(R, M * chunk_size, cu_seqlens),
@@ -215,6 +216,7 @@ def _bwd_wy_kernel(
   dg_ref,  # [B*R, HV] or None
   *,
   dot,
+  barrier,
   C,
   M,
   whole,
@@ -314,7 +316,8 @@ def _bwd_wy_kernel(
     pallas.store(pallas.tile(dv_ref, rows, hv, cols), dv, pallas.mask(written, exists))
     return ()
 
-  pallas.over_blocks(V, block_v, store_dv, ())  # last, since dv takes the place of dres
+  barrier()  # dv takes the place of dres, which some threads may still load for via_S
+  pallas.over_blocks(V, block_v, store_dv, ())
   z *= from_start
   pallas.store(dbeta_ref.at[rows, hv], dbeta - z, written)
 
