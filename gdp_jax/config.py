@@ -42,6 +42,7 @@ def block(size: int, most: int) -> int:
 
 SWEEPS = (
   "chunk_gated_delta_product_bwd_h",
+  "chunk_gated_delta_product_effects",
   "chunk_gated_delta_product_fwd_h",
   "chunk_gated_delta_product_fwd_wy_h",
 )

@@ -113,6 +113,19 @@ def check_implementation(implementation: Any, K: int) -> str | None:
   return "xla" if K > 256 else implementation
 
 
+def check_num_segments(num_segments: Any, cu_seqlens: Any) -> None:
+  """Raises unless sequences can be cut into so many segments."""
+  if isinstance(num_segments, bool) or not isinstance(num_segments, (int, np.integer)):
+    raise TypeError(f"num_segments must be a Python int, got {_kind(num_segments)}")
+  if num_segments < 1:
+    raise ValueError(f"num_segments must be at least 1, got {num_segments}")
+  if num_segments > 1 and cu_seqlens is not None:
+    raise NotImplementedError(
+      "num_segments must be 1 for packed sequences, which run side by side as it is: leave out"
+      f" cu_seqlens for a sequence that is alone in its row, got {num_segments}"
+    )
+
+
 def check_pool(
   state: Any,
   state_indices: Any,

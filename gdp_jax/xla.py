@@ -119,6 +119,18 @@ def chunk_gated_delta_product_fwd_wy_h(
   )  # fmt: skip
 
 
+def chunk_gated_delta_product_effects(
+  k, v, beta, A, g=None, cu_seqlens=None, num_householder=1
+):
+  (B, _, HV, V), K = v.shape, k.shape[-1]
+  N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+  nothing = jnp.concatenate([jnp.zeros((K, V)), jnp.eye(K)], axis=1)
+  return chunk_gated_delta_product_fwd_wy_h(
+    k, jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, K))), beta, A, g,
+    jnp.broadcast_to(nothing, (N, HV, K, V + K)), True, cu_seqlens, num_householder,
+  )[2]  # fmt: skip
+
+
 def _sweep(v_new, k, arrays, like, g, initial_state, output_final_state, C, cu_seqlens, M):
   """The states over the row chunks of each sequence, returned at the start of each token chunk.
 

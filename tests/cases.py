@@ -53,6 +53,7 @@ class Case:
     dtype: of q, k and v. The others are fp32.
     initial_state: whether there is one.
     l2norm: whether the operator normalises q and k.
+    num_segments: into how many the operator cuts each sequence.
     seed: of the random numbers.
   """
 
@@ -71,6 +72,7 @@ class Case:
   dtype: str = "float32"
   initial_state: bool = True
   l2norm: bool = False
+  num_segments: int = 1
   seed: int = 0
 
   def __post_init__(self):
@@ -166,7 +168,7 @@ def run(case: Case, implementation: str, inputs: dict | None = None) -> dict[str
     o, final_state = recurrent_gated_delta_product(**inputs, **options(case))
   else:
     o, final_state = chunk_gated_delta_product(
-      **inputs, **options(case), implementation=implementation
+      **inputs, **options(case), num_segments=case.num_segments, implementation=implementation
     )
   return dict(o=np.asarray(o), final_state=np.asarray(final_state))
 

@@ -175,6 +175,35 @@ def test_lengths(case, implementation):
   check(case, implementation)
 
 
+# Segments: of 128, 72 and 0 tokens; of whole chunks; with a reset in the second; of large heads.
+SEGMENTS = [
+  Case("three", T=200, num_segments=3),
+  Case("no-gate", T=128, M=3, gate=None, initial_state=False, num_segments=2),
+  Case("reset", T=128, M=1, gate="reset", dtype="bfloat16", num_segments=2),
+  Case("float16", T=256, dtype="float16", l2norm=True, num_segments=4),
+  Case("wide", B=1, T=128, H=1, HV=2, K=256, V=512, dtype="bfloat16", num_segments=2),
+  Case("long", B=1, T=4096, K=128, V=128, gate=-0.01, dtype="bfloat16", num_segments=8),
+]
+
+
+@each(SEGMENTS, xla={"three", "no-gate", "float16"}, interpret={"three", "reset"})
+def test_segments(case, implementation):
+  check(case, implementation, 1e-5 if case.dtype == "float32" else None)
+
+
+@pytest.mark.parametrize("implementation", ["xla", KERNELS[1]])
+def test_chunk_states_of_segments(implementation):
+  """The states at chunks' starts, of which there are as many as without segments."""
+  case = Case("states", T=200, M=1)
+  h, whole = (
+    chunk_gated_delta_product(
+      **make_inputs(case), output_chunk_states=True, num_segments=n, implementation=implementation
+    )[2]
+    for n in (3, 1)
+  )
+  assert_close(dict(h=h), dict(h=whole), BOUNDS["float32"], case.name)
+
+
 # Widths meet gates nowhere: without them there is less to compile.
 WIDTHS = [
   Case(f"K{K}-V{V}", B=1, T=127, H=1, HV=2, K=K, V=V, gate=None)

@@ -78,6 +78,7 @@ def operator(case, implementation):
     )  # fmt: skip
     if implementation == "recurrence":
       return recurrent_gated_delta_product(**inputs, **kwargs)
+    kwargs["num_segments"] = case.num_segments
     return chunk_gated_delta_product(**inputs, **kwargs, implementation=implementation)
 
   return f
@@ -88,9 +89,10 @@ def offsets(case):
 
 
 @functools.cache
-def pullback(M, l2norm, implementation):
+def pullback(M, l2norm, num_segments, implementation):
   """The compiled (inputs, offsets, cotangents) -> cotangents of the inputs."""
-  f = operator(Case("static", M=M, l2norm=l2norm), implementation)
+  static = Case("static", M=M, l2norm=l2norm, num_segments=num_segments)
+  f = operator(static, implementation)
 
   def g(inputs, cu_seqlens, cotangents):
     # The integer offsets are an argument like the others here.
@@ -106,7 +108,7 @@ def gradients(case, implementation, inputs=None, cotangents=None):
   """{name: gradient} of the inputs that there are, for a case's own cotangents or others."""
   inputs = make_inputs(case) if inputs is None else inputs
   cotangents = make_cotangents(case) if cotangents is None else cotangents
-  pull = pullback(case.M, case.l2norm, implementation)
+  pull = pullback(case.M, case.l2norm, case.num_segments, implementation)
   if implementation != "recurrence":
     return to_numpy(pull(inputs, offsets(case), cotangents))
   with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -327,6 +329,20 @@ def test_copies_with_beta_0_do_nothing(implementation):
     assert not np.any(actual[name][:, 1::3]) and not np.any(actual[name][:, 2::3])
   actual |= {name: actual[name][:, ::3] for name in ("k", "v", "beta")}
   assert_gradients(actual, expected, dataclasses.replace(case, M=1))
+
+
+SEGMENTS = [
+  Case("three", T=200, num_segments=3),
+  Case("no-gate", B=1, T=128, M=3, gate=None, initial_state=False, num_segments=2),
+  base(name="strong", T=128, M=1, gate="stronger", num_segments=2),
+  Case("bfloat16", T=256, dtype="bfloat16", l2norm=True, num_segments=4),
+  Case("wide", B=1, T=128, H=1, HV=2, K=256, V=512, dtype="bfloat16", num_segments=2),
+]
+
+
+@each(SEGMENTS, xla={"three"}, default={"three", "no-gate", "bfloat16"}, interpret={"no-gate"})
+def test_segments(case, implementation):
+  check(case, implementation, STRONG if case.gate == "stronger" else None)
 
 
 # Packing
@@ -655,9 +671,19 @@ def test_nothing_of_the_token_stream_is_expanded_to_rows():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_30_runs_give_the_same_bits(dtype):
-  case = Case("runs", B=2, T=1000, H=4, HV=8, K=128, V=64, dtype=dtype)
+@pytest.mark.parametrize(
+  ("K", "V", "dtype"),
+  [
+    (128, 64, "bfloat16"),
+    (128, 64, "float32"),
+    (128, 128, "bfloat16"),
+    (128, 128, "float32"),
+    (256, 512, "bfloat16"),
+  ],
+)
+def test_30_runs_give_the_same_bits(K, V, dtype):
+  """Also where a kernel walks over several blocks of K and V, and writes over what it has read."""
+  case = Case("runs", B=2, T=1000, H=4, HV=8, K=K, V=V, dtype=dtype)
   inputs, cotangents = jax.device_put((make_inputs(case), make_cotangents(case)))
   expected = gradients(case, "pallas", inputs, cotangents)
   for i in range(30):
@@ -740,7 +766,9 @@ def test_every_config(force, dtype, chosen):
   """All agree with the recurrence, also in the stages that the operator has no use for."""
   case = Case(f"{dtype} with {chosen}", B=1, T=100, H=1, HV=2, K=64, V=64, dtype=dtype)
   force(chosen)
-  check(case, "pallas")
+  first = check(case, "pallas")
+  for i in range(10):
+    assert_same_bits(gradients(case, "pallas"), first, f"{case.name}, run {i}")
 
   def through_w_and_u(q, k, v, g, beta, initial_state):
     del g
@@ -750,9 +778,14 @@ def test_every_config(force, dtype, chosen):
       k, w, u, None, initial_state, True, num_householder=case.M
     )
     o = kernels.chunk_gated_delta_product_fwd_o(q, k, v_new, h, num_householder=case.M)
-    return dict(o=o, final_state=final_state)
+    effects = kernels.chunk_gated_delta_product_effects(k, v, beta, Ti, num_householder=case.M)
+    F, P = effects[..., : case.V], effects[..., case.V :]
+    through_effects = F + jnp.matmul(P, initial_state, precision="highest")
+    return dict(o=o, final_state=final_state), dict(final_state=through_effects)
 
   case = dataclasses.replace(case, gate=None)
   bound = 1e-5 if dtype == "float32" else 1e-2
-  actual = jax.jit(through_w_and_u)(**make_inputs(case))
-  assert_close(actual, forward_oracle(case), bound, case.name)
+  expected = forward_oracle(case)
+  actual, effects = jax.jit(through_w_and_u)(**make_inputs(case))
+  assert_close(actual, expected, bound, case.name)
+  assert_close(effects, dict(final_state=expected["final_state"]), bound, case.name)

@@ -145,6 +145,25 @@ def test_bad_argument(operator, changed, error, parts):
     assert_raises(error, parts, f, **arguments(**changed))
 
 
+BAD_SEGMENTS = {
+  "float": (dict(num_segments=2.0), TypeError, ["num_segments", "int", "2.0", "float"]),
+  "bool": (dict(num_segments=True), TypeError, ["num_segments", "int", "True"]),
+  "0": (dict(num_segments=0), ValueError, ["num_segments", "at least 1", "0"]),
+  "packed": (
+    dict(num_segments=2, cu_seqlens=[0, 4]),
+    NotImplementedError,
+    ["num_segments", "cu_seqlens", "2"],
+  ),
+}
+
+
+@pytest.mark.parametrize(
+  ("changed", "error", "parts"), BAD_SEGMENTS.values(), ids=BAD_SEGMENTS.keys()
+)
+def test_bad_segments(changed, error, parts):
+  assert_raises(error, parts, chunk_gated_delta_product, **arguments(**changed))
+
+
 @pytest.mark.parametrize(
   "operator",
   [

@@ -24,6 +24,11 @@ CASES = [
 ]  # fmt: skip
 
 
+SEGMENTS = dataclasses.replace(
+  FIXED, name="segments", K=128, V=128, dtype="bfloat16", num_segments=2
+)
+
+
 def abstract(tree):
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
@@ -37,7 +42,7 @@ def offsets(case):
   ("case", "implementation"),
   [
     pytest.param(case, implementation, id=f"{case.name}-{implementation}")
-    for case in CASES
+    for case in (*CASES, SEGMENTS)
     for implementation in ("pallas", None)
     if implementation or (case.dtype == "bfloat16" and case.K == 128)
   ],
@@ -45,11 +50,13 @@ def offsets(case):
 def test_operator(case, implementation):
   def f(inputs, cu_seqlens):
     kwargs = options(case) | dict(cu_seqlens=cu_seqlens, implementation=implementation)
+    kwargs["num_segments"] = case.num_segments
     return chunk_gated_delta_product(**inputs, **kwargs)
 
   text = lower_for_cuda(f, abstract(make_inputs(case)), offsets(case))
-  # With gates, their sums within token chunks and within row chunks are two more.
-  assert count_kernels(text) == (4 if case.gate is None else 6)
+  # With gates, their sums within token chunks and within row chunks are two more; with segments,
+  # the sweep for their effects is another.
+  assert count_kernels(text) == (4 if case.gate is None else 6) + (case.num_segments > 1)
 
 
 def stages(case, C):
@@ -74,6 +81,7 @@ def stages(case, C):
       M | final,
       dict(k=k, v=v, beta=beta, A=A, g=g) | state,
     ),
+    "chunk_gated_delta_product_effects": (M, dict(k=k, v=v, beta=beta, A=A, g=g)),
     "chunk_gated_delta_product_states": (size | M, dict(k=k, v_new=v, h=h, g=g)),
     "chunk_gated_delta_product_fwd_o": (size | M, dict(q=q, k=k, v=v, h=h, g=g_tokens)),
   }

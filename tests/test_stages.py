@@ -22,6 +22,7 @@ STAGES = (
   "recompute_w_u_fwd",
   "chunk_gated_delta_product_fwd_h",
   "chunk_gated_delta_product_fwd_wy_h",
+  "chunk_gated_delta_product_effects",
   "chunk_gated_delta_product_fwd_o",
 )
 
@@ -83,6 +84,10 @@ def inputs_of_stages(case, C):
     h, v_new, _ = stage("chunk_gated_delta_product_fwd_h", k, w, u, g_rows, chunk_size=C, **sweep)
     stage("chunk_gated_delta_product_fwd_wy_h", k, v, beta, Ti, g_rows, **sweep)
     stage(
+      "chunk_gated_delta_product_effects", k, v, beta, Ti, g_rows,
+      num_householder=M, arrays=sweep["arrays"],
+    )  # fmt: skip
+    stage(
       "chunk_gated_delta_product_fwd_o", q, k, v_new, states=(h, poison(g_tokens)),
       scale=0.3, chunk_size=C, num_householder=M, arrays=on_tokens,
     )  # fmt: skip
@@ -100,6 +105,7 @@ def named(name, results):
     "recompute_w_u_fwd": ["w", "u"],
     "chunk_gated_delta_product_fwd_h": ["h", "v_new", "final_state"],
     "chunk_gated_delta_product_fwd_wy_h": ["h", "v_new", "final_state"],
+    "chunk_gated_delta_product_effects": ["final_state"],
   }.get(name, [name])
   results = results if isinstance(results, tuple) else (results,)
   return {n: np.asarray(x, np.float32) for n, x in zip(names, results, strict=True)}

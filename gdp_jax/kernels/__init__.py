@@ -2,6 +2,7 @@
 
 from gdp_jax.kernels.chunk_h import (
   chunk_gated_delta_product_bwd_h,
+  chunk_gated_delta_product_effects,
   chunk_gated_delta_product_fwd_h,
   chunk_gated_delta_product_fwd_wy_h,
   chunk_gated_delta_product_states,
@@ -21,6 +22,7 @@ __all__ = [
   "chunk_gated_delta_product_bwd_h",
   "chunk_gated_delta_product_bwd_o",
   "chunk_gated_delta_product_bwd_wy",
+  "chunk_gated_delta_product_effects",
   "chunk_gated_delta_product_fwd_h",
   "chunk_gated_delta_product_fwd_o",
   "chunk_gated_delta_product_fwd_wy_h",

@@ -90,8 +90,39 @@ def chunk_gated_delta_product_fwd_wy_h(
   )  # fmt: skip
 
 
+def chunk_gated_delta_product_effects(
+  k: jax.Array,
+  v: jax.Array,
+  beta: jax.Array,
+  A: jax.Array,
+  g: jax.Array | None = None,
+  cu_seqlens: jax.Array | None = None,
+  num_householder: int = 1,
+  *,
+  implementation: str = "pallas",
+) -> jax.Array:
+  """What each sequence does to the state that enters it: S_out = P S_in + F.
+
+  The sweep of the values [v | 0] from the state [0 | I], of which only the end is kept.
+
+  Args:
+    k, v, beta, A, g, cu_seqlens, num_householder, implementation: as for
+      `chunk_gated_delta_product_fwd_wy_h`.
+
+  Returns:
+    [F | P], [N, HV, K, V + K] in fp32.
+
+  Source: this project.
+  """
+  return _fwd_h(
+    k, v, None, A, beta, g, None, True, A.shape[-1], cu_seqlens, num_householder, implementation,
+    "chunk_gated_delta_product_effects", effects=True,
+  )[2]  # fmt: skip
+
+
 def _fwd_h(
   k, x, w, A, beta, g, initial_state, output_final_state, C, cu_seqlens, M, implementation, stage,
+  effects=False,
 ):  # fmt: skip
   """The forward sweeps; x is u where there is w, v where there is A."""
   name = "v" if w is None else "u"
@@ -106,7 +137,8 @@ def _fwd_h(
   N, NC, bounds = _sequences(B, R, M, C, cu_seqlens)
   _check_sequences("initial_state", sizes, N)
   flat = lambda x: None if x is None else x.reshape(B * R, *x.shape[2:])
-  cfg = config.choose(stage, K, V, k.dtype, N * HV, M)
+  columns = V + K if effects else V  # of a state
+  cfg = config.choose(stage, K, columns, k.dtype, N * HV, M)
   unroll = _unroll(cfg, M)
   h, v_new, final_state = pallas.call(
     _fwd_h_kernel,
@@ -118,11 +150,11 @@ def _fwd_h(
     flat(beta),
     flat(g),
     initial_state,
-    grid=(bounds.shape[0], HV, -(-V // cfg.block_v)),
+    grid=(bounds.shape[0], HV, -(-columns // cfg.block_v)),
     out_shape=(
-      jax.ShapeDtypeStruct((B * NC, HV, K, V), k.dtype),
-      jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
-      jax.ShapeDtypeStruct((N, HV, K, V), jnp.float32) if output_final_state else None,
+      None if effects else jax.ShapeDtypeStruct((B * NC, HV, K, V), k.dtype),
+      None if effects else jax.ShapeDtypeStruct((B * R, HV, V), x.dtype),
+      jax.ShapeDtypeStruct((N, HV, K, columns), jnp.float32) if output_final_state else None,
     ),
     config=cfg,
     implementation=implementation,
@@ -136,6 +168,8 @@ def _fwd_h(
     block_k=cfg.block_k,
     block_v=cfg.block_v,
   )
+  if effects:
+    return None, None, final_state
   return h.reshape(B, NC, HV, K, V), v_new.reshape(B, R, HV, V), final_state
 
 
@@ -170,9 +204,9 @@ def _fwd_h_kernel(
   beta_ref,  # [B*R, HV] or None
   g_ref,  # [B*R, HV] or None
   initial_ref,  # [N, HV, K, V] or None
-  h_ref,  # [B*NC, HV, K, V]
-  v_new_ref,  # [B*R, HV, V]
-  final_ref,  # [N, HV, K, V] or None
+  h_ref,  # [B*NC, HV, K, V] and
+  v_new_ref,  # [B*R, HV, V]; both None for effects, with
+  final_ref,  # [N, HV, K, V + K]; else [N, HV, K, V] or None
   *,
   dot,
   C,
@@ -193,7 +227,9 @@ def _fwd_h_kernel(
   start, stop, write_stop, chunk0 = (pallas.load_scalar(bounds_ref, n, i) for i in range(4))
   real = n < N
   i = jnp.arange(C, dtype=jnp.int32)
-  v_cols, v_exists = pallas.columns(block, x_ref.shape[2], block_v)
+  V, effects = x_ref.shape[2], h_ref is None
+  v_cols, v_exists = pallas.columns(block, final_ref.shape[3] if effects else V, block_v)
+  x_exists = v_cols < V if effects else v_exists
   k_blocks = pallas.blocks(k_ref.shape[2], block_k)
   state = _State(hv, k_blocks, v_cols, v_exists)
 
@@ -201,7 +237,7 @@ def _fwd_h_kernel(
     first_row = start + c * C
     rows = first_row + i
     valid, written = (pallas.below(rows, end, whole) for end in (stop, write_stop))
-    if may_be_first:
+    if may_be_first and not effects:
       # Beyond the last valid row there is no chunk, and no place to store its state.
       is_first = None if unroll % M == 0 else lax.rem(c, M) == 0
       keep = pallas.both(pallas.below(first_row, stop, whole), is_first)
@@ -210,7 +246,7 @@ def _fwd_h_kernel(
       pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
       for cols, exists in k_blocks
     ]
-    x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), pallas.mask(valid, v_exists))
+    x = pallas.load(pallas.tile(x_ref, rows, hv, v_cols), pallas.mask(valid, x_exists))
     x = x.astype(jnp.float32)
     if g_ref is not None:
       g = pallas.load(g_ref.at[rows, hv], valid)
@@ -227,8 +263,9 @@ def _fwd_h_kernel(
         kS *= jnp.exp2(g)[:, None]
       Ti = pallas.load(pallas.tile(Ti_ref, rows, hv, i), pallas.mask(valid))
       v_new = _through_unit(dot, Ti, beta[:, None] * (x - kS))
-    view = pallas.tile(v_new_ref, rows, hv, v_cols)
-    pallas.store(view, v_new, pallas.mask(written, v_exists))
+    if not effects:
+      view = pallas.tile(v_new_ref, rows, hv, v_cols)
+      pallas.store(view, v_new, pallas.mask(written, v_exists))
 
     if g_ref is not None:
       v_new *= to_end[:, None]
@@ -241,10 +278,15 @@ def _fwd_h_kernel(
       S = row_chunk(s * unroll + u, S, may_be_first=u % M == 0)
     return S
 
-  S = state.load(initial_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
+  if effects:  # of the columns behind those of v, the identity
+    S = tuple(jnp.where(cols[:, None] + V == v_cols[None, :], 1.0, 0.0) for cols, _ in k_blocks)
+  else:
+    S = state.load(initial_ref, jnp.minimum(n, N - 1), real, block_k, block_v)
   S = lax.fori_loop(0, lax.div(write_stop - start + (unroll * C - 1), unroll * C), step, S)
   if final_ref is not None:
     state.store(final_ref, jnp.minimum(n, N - 1), S, real)
+  if effects:
+    return
 
   def zero_state(slot, _):
     state.store(h_ref, slot, state.load(None, 0, real, block_k, block_v), None)
