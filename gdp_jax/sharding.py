@@ -98,6 +98,7 @@ def sharded_gated_delta_product(
   cu_seqlens: jax.Array | np.ndarray | list[int] | tuple[int, ...] | None = None,
   state: jax.Array | None = None,
   state_indices: jax.Array | np.ndarray | None = None,
+  num_segments: int = 1,
   implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """`gdp_jax.chunk_gated_delta_product` over a mesh: the same numbers, each device its part.
@@ -108,7 +109,8 @@ def sharded_gated_delta_product(
 
   Args:
     q, k, v, g, beta, num_householder, scale, initial_state, output_final_state,
-      use_qk_l2norm_in_kernel, implementation: as for `gdp_jax.chunk_gated_delta_product`.
+      use_qk_l2norm_in_kernel, num_segments, implementation: as for
+      `gdp_jax.chunk_gated_delta_product`; a device cuts what it has into so many segments.
     mesh: default that of `jax.set_mesh`, or else the one that q lies on.
     batch_axis: the mesh's axis, or axes, over which B is split, and N = B of the states.
     head_axis: likewise for H and HV; the heads of a group stay together, so H is divided.
@@ -144,6 +146,7 @@ def sharded_gated_delta_product(
   cu_seqlens = inputs.check_arguments(
     q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens
   )
+  inputs.check_num_segments(num_segments, cu_seqlens)
   implementation = inputs.check_implementation(implementation, q.shape[-1])
   N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
   expected = (v.shape[2], q.shape[-1], v.shape[3])
@@ -172,6 +175,7 @@ def sharded_gated_delta_product(
     scale=inputs.default_scale(scale, q.shape[-1]),
     output_final_state=bool(output_final_state),
     use_qk_l2norm_in_kernel=bool(use_qk_l2norm_in_kernel),
+    num_segments=int(num_segments),
     implementation=implementation,
   )[:2]  # fmt: skip
 
@@ -266,7 +270,7 @@ def sharded_fused_recurrent_gated_delta_product(
   static_argnames=(
     "mesh", "batch_axis", "head_axis", "sequence_axis", "decode", "num_householder", "scale",
     "output_final_state", "use_qk_l2norm_in_kernel", "output_intermediate_states", "update_state",
-    "implementation",
+    "num_segments", "implementation",
   ),
 )  # fmt: skip
 def _sharded(
@@ -334,6 +338,7 @@ def context_parallel_gated_delta_product(
   output_final_state: bool = False,
   use_qk_l2norm_in_kernel: bool = False,
   cu_seqlens: jax.Array | np.ndarray | list[int] | tuple[int, ...] | None = None,
+  num_segments: int = 1,
   implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
   """One device's segment of sequences that are split over a mesh axis.
@@ -345,7 +350,7 @@ def context_parallel_gated_delta_product(
   Args:
     q, k, v, g, beta: this device's segment, of the shapes that `gdp_jax.chunk_gated_delta_product`
       takes.
-    num_householder, scale, use_qk_l2norm_in_kernel, implementation: as there.
+    num_householder, scale, use_qk_l2norm_in_kernel, num_segments, implementation: as there.
     axis_name: the mesh axis, or axes, over which the sequence is split.
     initial_state: the sequences' states before their first tokens [N, HV, K, V], the same on all
       devices.
@@ -384,7 +389,8 @@ def context_parallel_gated_delta_product(
   inputs.check_arguments(q, k, v, g, beta, num_householder, scale, initial_state, cu_seqlens)
   operator = partial(
     chunk_gated_delta_product, num_householder=num_householder, scale=scale,
-    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, implementation=implementation,
+    use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, num_segments=num_segments,
+    implementation=implementation,
   )  # fmt: skip
   B, HV, K, V = q.shape[0], v.shape[2], q.shape[3], v.shape[3]
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1

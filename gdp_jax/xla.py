@@ -119,9 +119,7 @@ def chunk_gated_delta_product_fwd_wy_h(
   )  # fmt: skip
 
 
-def chunk_gated_delta_product_effects(
-  k, v, beta, A, g=None, cu_seqlens=None, num_householder=1
-):
+def chunk_gated_delta_product_effects(k, v, beta, A, g=None, cu_seqlens=None, num_householder=1):
   (B, _, HV, V), K = v.shape, k.shape[-1]
   N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
   nothing = jnp.concatenate([jnp.zeros((K, V)), jnp.eye(K)], axis=1)

@@ -40,6 +40,7 @@ class Recipe:
   batch_size: int = 1024
   steps: int = 5000
   learning_rate: float = 1e-3
+  short_steps: int = 0  # of the steps, the first ones, at half the length
   seed: int = 0
 
   @property
@@ -68,7 +69,12 @@ class Model(nnx.Module):
 
   def __init__(self, recipe: Recipe, *, dtype=None, rngs: nnx.Rngs):
     size, group = recipe.num_heads * recipe.head_dim, len(multiplication_table(recipe.degree))
-    self.embed = nnx.Embed(group, size, dtype=dtype, rngs=rngs)
+    # A product with one-hot tokens, not nnx.Embed: with so few rows that one's gradient, a scatter
+    # of all tokens into them, takes a GPU several times as long as everything else.
+    self.embed = nnx.Linear(
+      group, size, use_bias=False, kernel_init=nnx.initializers.normal(size**-0.5), dtype=dtype,
+      rngs=rngs,
+    )  # fmt: skip
     self.mixer_norm = nnx.RMSNorm(size, dtype=dtype, rngs=rngs)
     self.mixer = GatedDeltaProduct(
       size, expand_v=1, head_dim=recipe.head_dim, num_heads=recipe.num_heads,
@@ -81,7 +87,7 @@ class Model(nnx.Module):
     self.head = nnx.Linear(size, group, dtype=dtype, rngs=rngs)
 
   def __call__(self, tokens):
-    x = self.embed(tokens)
+    x = self.embed(jax.nn.one_hot(tokens, self.embed.in_features))
     x = x + self.mixer(self.mixer_norm(x))[0]
     x = x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
     return self.head(x).astype(jnp.float32)
@@ -91,7 +97,7 @@ def train(recipe: Recipe, *, dtype=None, block: int = 100, progress: bool = True
   """Trains on `recipe.length`, tests on `recipe.test_length`.
 
   Returns:
-    The recipe; the loss and the accuracy at the training length, after each `block` steps; the
+    The recipe; the loss and the accuracy in training, after each `block` steps; the
     accuracy at each position of longer sequences; the seconds that it took.
   """
   model = Model(recipe, dtype=dtype, rngs=nnx.Rngs(recipe.seed))
@@ -101,11 +107,11 @@ def train(recipe: Recipe, *, dtype=None, block: int = 100, progress: bool = True
   transform = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=1e-6))
   optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
 
-  def step(carry, key):
+  def step(length, carry, key):
     model, optimizer = carry
 
     def loss(model):
-      tokens, products = sample(key, recipe, recipe.batch_size, recipe.length)
+      tokens, products = sample(key, recipe, recipe.batch_size, length)
       logits = model(tokens)
       right = jnp.mean(jnp.argmax(logits, -1) == products)
       return optax.softmax_cross_entropy_with_integer_labels(logits, products).mean(), right
@@ -114,9 +120,9 @@ def train(recipe: Recipe, *, dtype=None, block: int = 100, progress: bool = True
     optimizer.update(model, grads)
     return (model, optimizer), (value, right)
 
-  @nnx.jit
-  def steps(model, optimizer, keys):
-    return nnx.scan(step)((model, optimizer), keys)[1]
+  @functools.partial(nnx.jit, static_argnums=0)
+  def steps(length, model, optimizer, keys):
+    return nnx.scan(functools.partial(step, length))((model, optimizer), keys)[1]
 
   @nnx.jit
   def test(model, key):
@@ -130,7 +136,8 @@ def train(recipe: Recipe, *, dtype=None, block: int = 100, progress: bool = True
   ) as bar:
     for first in range(0, recipe.steps, block):
       last = time.perf_counter()
-      value, right = steps(model, optimizer, keys[first : first + block])
+      length = recipe.length // (2 if first < recipe.short_steps else 1)
+      value, right = steps(length, model, optimizer, keys[first : first + block])
       losses.append(float(value[-1]))
       seconds.append((time.perf_counter() - last) / len(value))
       accuracies.append(float(right[-1]))
@@ -155,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
   parser.add_argument("--positive", action="store_true", help="also without negative eigenvalues")
   parser.add_argument("--batch-size", type=int, default=Recipe.batch_size)
   parser.add_argument("--steps", type=int, default=Recipe.steps)
+  parser.add_argument("--short-steps", type=int, default=0, help="of them, at half the length")
   parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
   parser.add_argument("--json", required=True, help="file for the results")
   options = parser.parse_args(argv)
@@ -163,7 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     for allow_neg_eigval in (True, False) if options.positive else (True,):
       recipe = Recipe(
         degree=options.degree, num_householder=M, allow_neg_eigval=allow_neg_eigval,
-        batch_size=options.batch_size, steps=options.steps,
+        batch_size=options.batch_size, steps=options.steps, short_steps=options.short_steps,
       )  # fmt: skip
       results.append(train(recipe, dtype=options.dtype))
       with open(options.json, "w") as file:

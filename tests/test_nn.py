@@ -146,6 +146,7 @@ OPTIONS = {
   "no-forget-gate": dict(use_forget_gate=False, num_householder=1),
   "no-output-gate": dict(use_output_gate=False, num_householder=3),
   "no-conv": dict(use_short_conv=False, allow_neg_eigval=False),
+  "segments": dict(num_segments=2),
   "conv-bias": dict(conv_bias=True, conv_size=3, expand_v=0.5, num_householder=1),
 }
 
@@ -166,7 +167,7 @@ def check_against_plain(T, y_bound, gradient_bound, x_dtype="float32", B=2, **op
   params, merge = split(layer)
   x, dy = make_x(B, T, dtype=x_dtype), make_x(B, T, seed=1)
   actual = value_and_gradients(lambda params, x: merge(params)(x)[0], params, x, dy)
-  for name in ("dtype", "param_dtype", "implementation"):
+  for name in ("dtype", "param_dtype", "num_segments", "implementation"):
     options.pop(name, None)
   expected = value_and_gradients(lambda *args: plain(*args, **options), params, x, dy)
   y = [dict(y=tree.pop("y")) for tree in (actual, expected)]
@@ -227,7 +228,7 @@ def bfloat16(monkeypatch, T=70, **options):
     assert_close(*parts, math.sqrt(2) * bound, "the layer with the recurrence")
 
 
-def recurrence(*args, implementation, **options):
+def recurrence(*args, num_segments, implementation, **options):
   return recurrent_gated_delta_product(*args, **options)
 
 
@@ -676,6 +677,7 @@ BAD_OPTIONS = {
   "float": (dict(head_dim=8.0), ["head_dim", "int", "8.0"]),
   "bool": (dict(num_householder=True), ["num_householder", "int", "True"]),
   "conv": (dict(conv_size=0), ["conv_size", "at least 1", "0"]),
+  "segments": (dict(num_segments=0), ["num_segments", "at least 1", "0"]),
   "group": (dict(num_v_heads=3), ["num_v_heads", "multiple of num_heads=2", "3"]),
   "expand": (dict(expand_v=1.3), ["expand_v", "whole number", "1.3", "head_dim=8"]),
   "implementation": (dict(implementation="cuda"), ["implementation", "pallas", "'cuda'"]),

@@ -99,7 +99,7 @@ def test_names_no_path_of_a_machine(path):
 
 
 def test_two_steps_that_reflect_solve_s3_and_nothing_less_does():
-  """What the stored run of the state-tracking notebook found, at 64, 256 and 512 tokens."""
+  """What the stored run of the state-tracking notebook found, at 32, 128 and 256 tokens."""
   texts = [o.text for c in code_cells(read(FOLDER / "state_tracking.ipynb")) for o in c.outputs
            if o.output_type == "stream"]  # fmt: skip
   [table] = [text for text in texts if text.startswith("accuracy at")]

@@ -246,6 +246,13 @@ def test_all_axes_at_once():
   check(case, named(sharded(case, mesh, **axes)(inputs, cotangents(case))), one_device(case))
 
 
+@pytest.mark.parametrize("axes", [dict(head_axis="x"), dict(sequence_axis="x")])
+def test_segments_on_each_device(axes):
+  case = Case("segments", T=200)
+  run = sharded(case, make_mesh(x=2), num_segments=2, **axes)
+  check(case, named(run(make_inputs(case), cotangents(case))), one_device(case))
+
+
 def test_two_mesh_axes_for_one():
   case = FIXED
   mesh = make_mesh(a=2, b=4)

@@ -27,6 +27,7 @@ class Case:
   """Sizes to time, with gates. `cu_seqlens` are the offsets of packed sequences.
 
   With `decode` these are B requests of one token each, over a pool of as many states.
+  `num_segments` is for implementations that know it.
   """
 
   name: str
@@ -39,6 +40,7 @@ class Case:
   M: int
   cu_seqlens: tuple[int, ...] | None = None
   decode: bool = False
+  num_segments: int = 1
 
   def short(self, T: int = 512) -> "Case":
     """The same with at most T tokens, for what takes them one by one."""
@@ -59,6 +61,8 @@ class Case:
 
   def __str__(self):
     sizes = " ".join(f"{x}{getattr(self, x)}" for x in ("B", "T", "H", "HV", "K", "V", "M"))
+    if self.num_segments > 1:
+      sizes += f" in {self.num_segments} segments"
     return f"{sizes} packed {list(self.cu_seqlens)}" if self.cu_seqlens else sizes
 
 
@@ -72,6 +76,7 @@ CASES = {
     Case("m3", 4, 4096, 16, 16, 128, 128, 3),
     Case("m1", 1, 8192, 16, 16, 128, 128, 1),
     Case("few_heads", 1, 8192, 4, 4, 128, 128, 2),
+    Case("segments", 1, 8192, 4, 4, 128, 128, 2, num_segments=8),
     Case("k64", 4, 4096, 16, 16, 64, 64, 2),
     Case("wide", 2, 4096, 6, 6, 256, 512, 2),
     Case("gva", 1, 8192, 4, 16, 128, 128, 2),
@@ -111,7 +116,9 @@ def make_inputs(case: Case, dtype: str) -> tuple[jax.Array | None, dict[str, jax
 def program(case: Case, mode: str, implementation: str) -> Callable:
   """f(state, inputs) -> (results by name, state), by an implementation or the recurrence."""
   options: dict[str, Any] = dict(num_householder=case.M, implementation=implementation)
-  chunked = functools.partial(gdp_jax.chunk_gated_delta_product, **options)
+  chunked = functools.partial(
+    gdp_jax.chunk_gated_delta_product, **options, num_segments=case.num_segments
+  )
   widen = lambda inputs: dict(inputs)
   if implementation == "recurrence":  # it sees the same values, but computes and returns fp32
     chunked = functools.partial(gdp_jax.recurrent_gated_delta_product, num_householder=case.M)

@@ -117,7 +117,7 @@ class GatedDeltaProduct(nnx.Module):
     scale_init: initialiser of the norm's scale; default ones.
     A_log_init, dt_bias_init: initialisers of A_log and dt_bias [HV]; default A uniform in (0, 16]
       and softplus(dt_bias) log-uniform in [1e-3, 0.1].
-    implementation: of the operators, as for `gdp_jax.chunk_gated_delta_product`.
+    num_segments, implementation: of the operators, as for `gdp_jax.chunk_gated_delta_product`.
     batch_axis, head_axis, sequence_axis: axes of the mesh of `jax.set_mesh` over which a call is
       split, as for `gdp_jax.sharding.sharded_gated_delta_product`, which says when to use which.
       The axes must be Auto. x is to lie there as P(batch_axis, sequence_axis), and a row of packed
@@ -178,6 +178,7 @@ class GatedDeltaProduct(nnx.Module):
     scale_init: Initializer = nnx.initializers.ones,
     A_log_init: Initializer = A_log_init,
     dt_bias_init: Initializer = dt_bias_init,
+    num_segments: int = 1,
     implementation: str | None = None,
     batch_axis: Axis = None,
     head_axis: Axis = None,
@@ -187,7 +188,7 @@ class GatedDeltaProduct(nnx.Module):
     num_v_heads = num_heads if num_v_heads is None else num_v_heads
     counts = dict(
       hidden_size=hidden_size, head_dim=head_dim, num_heads=num_heads, num_v_heads=num_v_heads,
-      num_householder=num_householder, conv_size=conv_size,
+      num_householder=num_householder, conv_size=conv_size, num_segments=num_segments,
     )  # fmt: skip
     for name, count in counts.items():
       if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
@@ -206,7 +207,7 @@ class GatedDeltaProduct(nnx.Module):
     self.head_k_dim, self.head_v_dim = head_dim, head_v_dim
     self.conv_size = conv_size
     self.allow_neg_eigval = allow_neg_eigval
-    self.implementation = implementation
+    self.num_segments, self.implementation = num_segments, implementation
     self.batch_axis, self.head_axis, self.sequence_axis = batch_axis, head_axis, sequence_axis
 
     M, key_dim, value_dim = num_householder, num_heads * head_dim, num_v_heads * head_v_dim
@@ -357,10 +358,10 @@ class GatedDeltaProduct(nnx.Module):
     if packed:  # rows are one behind the other, so what splits them splits that
       batch, sequence = (), batch + sequence
     if not (batch or self.head_axis or sequence):
-      return chunk_gated_delta_product
+      return partial(chunk_gated_delta_product, num_segments=self.num_segments)
     return partial(
       sharded_gated_delta_product, batch_axis=batch or None, head_axis=self.head_axis,
-      sequence_axis=sequence or None,
+      sequence_axis=sequence or None, num_segments=self.num_segments,
     )  # fmt: skip
 
   def _apply(self, operator, x, state, cu_seqlens, state_indices):
