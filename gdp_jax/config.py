@@ -94,7 +94,9 @@ def choose(stage: str, K: int, V: int, dtype, streams: int = 1, num_householder:
   if stage == "chunk_gated_delta_product_bwd_wy":
     if wide:
       return Config(block(K, 64), block(V, 32), num_stages=1)
-    return Config(block(K, 64), block(V, 64), num_stages=3)
+    # The kernel says why no load may serve both a wgmma, which needs 64 rows, and something else.
+    block_k = block(K, 64)
+    return Config(block_k, block(V, 64), num_stages=3 if block_k == 64 else 1)
   if stage == "chunk_gated_delta_product_states":
     if wide:
       return Config(block(K, 64), block(V, 64), num_stages=1)

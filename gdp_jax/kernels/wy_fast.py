@@ -239,26 +239,34 @@ def _bwd_wy_kernel(
     g = pallas.load(g_ref.at[rows, hv], valid)
     g_last = pallas.load(g_ref.at[jnp.minimum(start + C, stop) - 1, hv], has_rows)
 
+  def diagonal(x):
+    i = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return jnp.where(i[:, None] == i[None, :], x, 0.0)
+
   def load_v(ref, cols, exists):
     return pallas.load(pallas.tile(ref, rows, hv, cols), pallas.mask(valid, exists))
 
   def load_k(cols, exists):
     return pallas.load(pallas.tile(k_ref, rows, head, cols), pallas.mask(valid, exists))
 
+  # No load serves both a product and something else. Triton's pipeline on Hopper overwrites such a
+  # tile while the product, a wgmma, still reads it: seen on an H200 as bits that change from run to
+  # run. So what is summed over elements comes from the diagonal of one more product, or is loaded
+  # again. A product of fewer than 64 rows is no wgmma: `gdp_jax.config` pipelines nothing then.
+
   def values(cols, exists, carry):
-    minus_dA, dbeta = carry
+    minus_dA, dres_v = carry
     dres, v_new, v = (load_v(ref, cols, exists) for ref in (dres_ref, v_new_ref, v_ref))
     minus_dA += dot(dres, v_new, trans_b=True)  # a product adds to what there is, for nothing
-    dres = dres.astype(jnp.float32)
-    dbeta += jnp.sum(dres * v.astype(jnp.float32), axis=1)
-    return minus_dA, dbeta
+    return minus_dA, dres_v + dot(dres, v, trans_b=True)
 
   def keys(cols, exists, kk):
     k = load_k(cols, exists)
     return kk + dot(k, k, trans_b=True)
 
   square, row = jnp.zeros((C, C), jnp.float32), jnp.zeros((C,), jnp.float32)
-  minus_dA, dbeta = pallas.over_blocks(V, block_v, values, (square, row))
+  minus_dA, dres_v = pallas.over_blocks(V, block_v, values, (square, square))
+  dbeta = jnp.sum(diagonal(dres_v), axis=1)
   kk = pallas.over_blocks(K, block_k, keys, square)
 
   lower = pallas.mask(valid, where=i[:, None] > i[None, :])
@@ -286,7 +294,7 @@ def _bwd_wy_kernel(
     y, z, product = carry
 
     def products(v_cols, v_exists, carry):
-      via_dS, via_S, product = carry
+      via_dS, via_S, S_dS = carry
       exists = pallas.mask(k_exists, v_exists, has_rows)
       view = lambda ref: ref.at[slot, hv, k_cols[:, None], v_cols[None, :]]
       S, dS = pallas.load(view(S_ref), exists), pallas.load(view(dh_ref), exists)
@@ -294,19 +302,21 @@ def _bwd_wy_kernel(
       via_dS += dot(v_new, dS, trans_b=True)
       via_S += dot(dres, S, trans_b=True)
       if g_ref is not None:
-        product += jnp.sum(S.astype(jnp.float32) * dS.astype(jnp.float32))
-      return via_dS, via_S, product
+        S_dS += dot(S, dS, trans_b=True)
+      return via_dS, via_S, S_dS
 
     k = load_k(k_cols, k_exists)
     dk = pallas.load(pallas.tile(dk_in_ref, rows, hv, k_cols), pallas.mask(valid, k_exists))
-    zeros = jnp.zeros((C, block_k), jnp.float32)
-    via_dS, via_S, product = pallas.over_blocks(V, block_v, products, (zeros, zeros, product))
-    y += jnp.sum(k.astype(jnp.float32) * via_dS, axis=1)
-    z += jnp.sum(k.astype(jnp.float32) * via_S, axis=1)
+    zeros, none = jnp.zeros((C, block_k), jnp.float32), jnp.zeros((block_k, block_k), jnp.float32)
+    via_dS, via_S, S_dS = pallas.over_blocks(V, block_v, products, (zeros, zeros, none))
+    product += jnp.sum(diagonal(S_dS))
     dk = dk.astype(jnp.float32) + to_end[:, None] * via_dS - (beta * from_start)[:, None] * via_S
     dk += dot(W, k)
     dk += dot(W, k, trans_a=True)
     pallas.store(pallas.tile(dk_ref, rows, hv, k_cols), dk, pallas.mask(written, k_exists))
+    k = load_k(k_cols, k_exists).astype(jnp.float32)  # behind a store, so that it is a load of its own
+    y += jnp.sum(k * via_dS, axis=1)
+    z += jnp.sum(k * via_S, axis=1)
     return y, z, product
 
   y, z, product = pallas.over_blocks(K, block_k, through_states, (row, row, jnp.float32(0.0)))
