@@ -128,13 +128,15 @@ def _sweep(stage, K, V, wide, streams, M):
   if K > 128:
     return Config(block_k, block_v, num_warps=8 if block_v == 64 else 4, num_stages=2)
   # Two row chunks a step save the second one what only a token chunk's first one does, and half of
-  # the waiting between steps; if the loads of three steps, 64 rows of 2 bytes, have room.
+  # the waiting between steps; if the loads of all steps, 64 rows of 2 bytes, have room.
   unroll = 2 if M == 1 or M % 2 == 0 else 1
   columns = -(-K // block_k) * block_k
   w_or_Ti = columns if stage == "chunk_gated_delta_product_fwd_h" else 64
   loads = unroll * (columns + w_or_Ti + block_v)
   if stage == "chunk_gated_delta_product_bwd_h":
     loads += max(1, unroll // M) * (columns + block_v)
-  if 3 * 128 * loads > shared_memory - 16_000:  # the rest is for results on their way
+  # Where nothing but products reads the state, the last step's may still be on its way.
+  steps = 4 if stage == "chunk_gated_delta_product_effects" else 3
+  if steps * 128 * loads > shared_memory - 16_000:  # the rest is for results on their way
     unroll = 1
   return Config(block_k, block_v, num_stages=3, unroll=unroll)

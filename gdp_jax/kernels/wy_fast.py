@@ -314,7 +314,7 @@ def _bwd_wy_kernel(
     dk += dot(W, k)
     dk += dot(W, k, trans_a=True)
     pallas.store(pallas.tile(dk_ref, rows, hv, k_cols), dk, pallas.mask(written, k_exists))
-    k = load_k(k_cols, k_exists).astype(jnp.float32)  # behind a store, so that it is a load of its own
+    k = load_k(k_cols, k_exists).astype(jnp.float32)  # behind a store: a load of its own
     y += jnp.sum(k * via_dS, axis=1)
     z += jnp.sum(k * via_S, axis=1)
     return y, z, product
