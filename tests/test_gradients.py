@@ -642,15 +642,25 @@ def test_forward_mode_and_second_order_in_xla():
 
 def equations(jaxpr):
   """Every equation outside the kernels, calls and loops opened, and the jaxprs in it."""
-  is_jaxpr = lambda x: hasattr(x, "eqns")
   for eqn in jaxpr.eqns:
-    inner = []
-    if eqn.primitive.name != "pallas_call":
-      values = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-      inner = [x for x in values if is_jaxpr(x)]
+    inner = [] if eqn.primitive.name == "pallas_call" else jaxprs_in(eqn)
     yield eqn, inner
     for x in inner:
       yield from equations(x)
+
+
+def jaxprs_in(eqn):
+  """The jaxprs among an equation's parameters: of calls, loops and kernels."""
+  is_jaxpr = lambda x: hasattr(x, "eqns")
+  values = jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+  return [getattr(x, "jaxpr", x) for x in values if is_jaxpr(x)]
+
+
+def gradient_jaxpr(case):
+  """The operator with its kernels, and its gradients, traced."""
+  f = operator(case, "pallas")
+  pull = lambda *args: jax.vjp(lambda x: f(x, offsets(case)), args[0])[1](args[1])
+  return jax.make_jaxpr(pull)(make_inputs(case), make_cotangents(case)).jaxpr
 
 
 def test_nothing_of_the_token_stream_is_expanded_to_rows():
@@ -660,12 +670,8 @@ def test_nothing_of_the_token_stream_is_expanded_to_rows():
   """
   case = Case("sizes", B=1, T=20, M=3, H=2, HV=4, K=24, V=40, cu_seqlens=(0, 7, 20))
   rows = case.T * case.M
-  f = operator(case, "pallas")
-  pull = lambda *args: jax.vjp(lambda x: f(x, offsets(case)), args[0])[1](args[1])
-  jaxpr = jax.make_jaxpr(pull)(make_inputs(case), make_cotangents(case))
-
   made, taken = set(), {}
-  for eqn, inner in equations(jaxpr.jaxpr):
+  for eqn, inner in equations(gradient_jaxpr(case)):
     shapes = [x.aval.shape for x in eqn.outvars if hasattr(x.aval, "shape")]
     of_rows = any(rows in s[:2] and s[-1] in (case.K, case.V) for s in shapes)
     if of_rows and not inner:
@@ -683,6 +689,35 @@ def test_nothing_of_the_token_stream_is_expanded_to_rows():
   assert taken["gdp_chunk_gated_delta_product_bwd_h"] == [
     sorted([(HV,), (HV,), (H, K), (HV, V), (HV, 64)])
   ]
+
+
+@pytest.mark.parametrize(("K", "V"), [(128, 64), (128, 128), (256, 512)])
+def test_no_load_in_a_loop_serves_both_a_product_and_something_else(K, V):
+  """Triton's pipeline may overwrite it while the product still reads: see the kernel of bwd_wy."""
+  case = Case("loads", B=1, T=128, M=3, K=K, V=V, dtype="bfloat16", num_segments=2)
+  kernels_seen, loops = set(), 0
+
+  def look(jaxpr, name, in_loop):
+    nonlocal loops
+    readers = {}
+    for eqn in jaxpr.eqns:
+      for x in eqn.invars:
+        readers.setdefault(str(x), set()).add(eqn.primitive.name)
+    loops += in_loop and "dot_general" in {eqn.primitive.name for eqn in jaxpr.eqns}
+    for eqn in jaxpr.eqns:
+      if in_loop and eqn.primitive.name == "masked_load":
+        [x] = eqn.outvars
+        by = readers[str(x)]
+        assert by == {"dot_general"} or "dot_general" not in by, f"{name}: {x} is read by {by}"
+      for inner in jaxprs_in(eqn):
+        look(inner, name, in_loop or eqn.primitive.name in ("scan", "while"))
+
+  for eqn, _ in equations(gradient_jaxpr(case)):
+    if eqn.primitive.name == "pallas_call":
+      name = str(eqn.params["name"])
+      kernels_seen.add(name)
+      look(eqn.params["jaxpr"], name, False)
+  assert len(kernels_seen) >= 9 and loops >= 5, (kernels_seen, loops)
 
 
 # On a GPU only

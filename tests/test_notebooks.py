@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_names_no_path_of_a_machine(path):
 
 
 def test_two_steps_that_reflect_solve_s3_and_nothing_less_does():
-  """What the stored run of the state-tracking notebook found, at 32, 128 and 256 tokens."""
+  """What the stored run of the state-tracking notebook found, at 64, 128 and 256 tokens."""
   texts = [o.text for c in code_cells(read(FOLDER / "state_tracking.ipynb")) for o in c.outputs
            if o.output_type == "stream"]  # fmt: skip
   [table] = [text for text in texts if text.startswith("accuracy at")]
@@ -107,8 +108,20 @@ def test_two_steps_that_reflect_solve_s3_and_nothing_less_does():
   accuracy = {" ".join(row[3:]): [float(x) for x in row[:3]] for row in rows}
   solved = accuracy.pop("S3, M = 2, negative eigenvalues too")
   assert len(accuracy) == 3
-  assert min(solved) > 0.9
+  assert min(solved[:2]) > 0.95 and solved[2] > 0.7  # so short a training is not exact
   assert max(max(others) for others in accuracy.values()) < 0.6
+
+
+def test_the_full_recipe_too():
+  """What was kept of its run on a GPU: trained at 128 tokens, tested on 512."""
+  runs = json.loads((FOLDER / "state_tracking_s3.json").read_text())
+  assert len(runs) == 4
+  for run in runs:
+    recipe, accuracy = run["recipe"], run["accuracy_by_position"]
+    if recipe["num_householder"] == 2 and recipe["allow_neg_eigval"]:
+      assert min(accuracy) > 0.98
+    else:
+      assert max(accuracy[63:]) < 0.6
 
 
 def test_products_of_permutations(monkeypatch):
