@@ -347,18 +347,18 @@ def test_segments(case, implementation):
 
 # So many sequences and heads that a program takes many columns; without gates, which lets Triton
 # keep more loads in shared memory than with.
-streams = functools.partial(
+ungated = functools.partial(
   Case, B=4, T=70, H=9, HV=9, K=128, V=128, gate=None, initial_state=False, dtype="bfloat16"
 )
-STREAMS = [
-  *(streams(f"M{M}", M=M) for M in (1, 2, 3)),
-  streams("K96", K=96),
-  streams("segments", T=128, num_segments=2),
-  streams("segments-M1", T=128, M=1, num_segments=2),
+UNGATED = [
+  *(ungated(f"M{M}", M=M) for M in (1, 2, 3)),
+  ungated("K96", K=96),
+  ungated("segments", T=128, num_segments=2),
+  ungated("segments-M1", T=128, M=1, num_segments=2),
 ]
 
 
-@each(STREAMS, xla=())
+@each(UNGATED, xla=())
 def test_many_streams_without_gates(case, implementation):
   check(case, implementation)
 
