@@ -168,10 +168,10 @@ def _chunk(
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
   T = q.shape[1]
   if num_segments > 1:
-    # Tokens that change no state, so that each segment is of whole chunks.
+    # So that each segment is of whole chunks.
     short = -T % (num_segments * metadata.CHUNK_SIZE)
-    q, g = _pad(short, q, g)
-    k, v, beta = _pad(short * num_householder, k, v, beta)
+    q, g = (metadata.pad_rows(x, short) for x in (q, g))
+    k, v, beta = (metadata.pad_rows(x, short * num_householder) for x in (k, v, beta))
   static = _Static(
     implementation, num_householder, scale, output_final_state, output_chunk_states, num_segments
   )
@@ -326,12 +326,6 @@ def _cut(n, *streams):
 def _join(n, *streams):
   """What `_cut` has cut, put together again."""
   return tuple(None if x is None else x.reshape(x.shape[0] // n, -1, *x.shape[2:]) for x in streams)
-
-
-def _pad(rows, *streams):
-  """Streams with so many rows of zeros behind them."""
-  pads = lambda x: ((0, 0), (0, rows), *((0, 0),) * (x.ndim - 2))
-  return tuple(None if x is None else jnp.pad(x, pads(x)) for x in streams)
 
 
 def _entering_states(n, stages, at, k, v, beta, Ti, initial_state):

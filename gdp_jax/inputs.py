@@ -39,10 +39,7 @@ def check_arguments(
     ValueError: a shape, a combination or a value cannot be right.
   """
   M = num_householder
-  if isinstance(M, bool) or not isinstance(M, (int, np.integer)):
-    raise TypeError(f"num_householder must be a Python int, got {_kind(M)}")
-  if M < 1:
-    raise ValueError(f"num_householder must be at least 1, got {M}")
+  _check_count("num_householder", M)
   if scale is not None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.integer, np.floating)):
       raise TypeError(f"scale must be a Python float or None, got {_kind(scale)}")
@@ -115,15 +112,19 @@ def check_implementation(implementation: Any, K: int) -> str | None:
 
 def check_num_segments(num_segments: Any, cu_seqlens: Any) -> None:
   """Raises unless sequences can be cut into so many segments."""
-  if isinstance(num_segments, bool) or not isinstance(num_segments, (int, np.integer)):
-    raise TypeError(f"num_segments must be a Python int, got {_kind(num_segments)}")
-  if num_segments < 1:
-    raise ValueError(f"num_segments must be at least 1, got {num_segments}")
+  _check_count("num_segments", num_segments)
   if num_segments > 1 and cu_seqlens is not None:
     raise NotImplementedError(
       "num_segments must be 1 for packed sequences, which run side by side as it is: leave out"
       f" cu_seqlens for a sequence that is alone in its row, got {num_segments}"
     )
+
+
+def _check_count(name: str, n: Any) -> None:
+  if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+    raise TypeError(f"{name} must be a Python int, got {_kind(n)}")
+  if n < 1:
+    raise ValueError(f"{name} must be at least 1, got {n}")
 
 
 def check_pool(

@@ -236,3 +236,13 @@ def where_tokens(x: jax.Array, keep: jax.Array) -> jax.Array:
   """x [B, T or R, ...] with zeros where not keep [B, T]."""
   keep = jnp.repeat(keep, x.shape[1] // max(keep.shape[1], 1), axis=1)
   return jnp.where(keep.reshape(*keep.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def pad_rows(x: jax.Array | None, rows: int) -> jax.Array | None:
+  """A stream [B, T or R, ...], or None, with so many rows of zeros behind it.
+
+  Zeros in all of q, k, v, g and beta are tokens that change no state.
+  """
+  if x is None:
+    return None
+  return jnp.pad(x, ((0, 0), (0, rows), *((0, 0),) * (x.ndim - 2)))

@@ -285,9 +285,8 @@ def _sharded(
     if x is None:
       continue
     if short and name != "initial_state":
-      # Tokens that change no state; their outputs are cut off again.
-      rows = short * (1 if name in ("q", "g") else options["num_householder"])
-      x = jnp.pad(x, ((0, 0), (0, rows), *((0, 0),) * (x.ndim - 2)))
+      # The outputs of these tokens are cut off again.
+      x = metadata.pad_rows(x, short * (1 if name in ("q", "g") else options["num_householder"]))
     arrays[name] = jax.reshard(x, NamedSharding(mesh, specs[name])) if explicit else x
   # Passed through the shard_map, a pool that stays as it is would be copied.
   unchanged = pool is not None and not options.get("update_state", True)

@@ -188,7 +188,7 @@ SEGMENTS = [
 
 @each(SEGMENTS, xla={"three", "no-gate", "float16"}, interpret={"three", "reset"})
 def test_segments(case, implementation):
-  check(case, implementation, 1e-5 if case.dtype == "float32" else None)
+  check(case, implementation)
 
 
 @pytest.mark.parametrize("implementation", ["xla", KERNELS[1]])
